@@ -1,7 +1,7 @@
-"""Builds the parts of a store bottom-up from a configuration and the page geometry, or refuses with one clear error.
+"""Build the parts of a store from a configuration and the page geometry, bottom up, or raise one clear error.
 
-First it is checked whether the configuration fits together, and fits the pages and the machine: nothing is opened
-or taken by that, and a ConfigError names the key, its value and what is allowed.
+First the configuration is checked for consistency, and against the pages and the machine. This opens and allocates
+nothing, and a ConfigError names the key, its value and what to do.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _fitting_log = logging.getLogger("tierstore.fitting")
 
 
 def owns_hbm(config: StoreConfig) -> bool:
-    """Whether HBM is the store's own, not an engine's."""
+    """Return whether the store, not an engine, owns HBM."""
     return config.hbm is not None and config.hbm.owner == "store"
 
 
 def check_sections(config: StoreConfig, layout: PageLayout) -> None:
-    """ConfigError for sections that do not go together, or with these pages, or with this machine's devices."""
+    """Raise ConfigError for sections that contradict each other, these pages, or this machine's devices."""
     if config.page_size is not None and config.page_size != layout.page_size:
         raise ConfigError(
             f"page_size must be {layout.page_size}, as in the PageSpec, or be left out, got {config.page_size}"
@@ -95,7 +95,7 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
 
 
 def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
-    """How host memory holds pages. ConfigError for a codec that does not suit them."""
+    """Return how host memory holds pages. Raises ConfigError if the codec does not suit them."""
     codec = "none" if config.host is None else config.host.codec
     try:
         return HostFormat.of(codec, layout)
@@ -104,7 +104,7 @@ def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
 
 
 def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat) -> int | None:
-    """Pages of a memory tier, None without a capacity. ConfigError if not even one fits."""
+    """Return the pages of a memory tier, or None without a capacity. Raises ConfigError if not even one fits."""
     if capacity is None:
         return None
     nbytes = pages.page_nbytes
@@ -117,7 +117,7 @@ def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat)
 
 
 def check_memory(layout: PageLayout, hbm_slots: int | None, held: HostFormat, host_slots: int | None) -> None:
-    """ConfigError if so many slots need more memory than is free now, on the machine or in its control groups."""
+    """Raise ConfigError if these slots need more memory than is free on the machine or in its control groups."""
     free = free_memory()
     wanted = {
         "hbm.capacity": (hbm_slots or 0) * layout.slot_nbytes,
@@ -134,7 +134,7 @@ def check_memory(layout: PageLayout, hbm_slots: int | None, held: HostFormat, ho
 
 
 def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDevice) -> None:
-    """ConfigError if so many slots need more than is free on the device now."""
+    """Raise ConfigError if these slots need more memory than is free on the device now."""
     available = device.available_nbytes()
     if hbm_slots is None or available is None or hbm_slots * layout.slot_nbytes <= available:
         return
@@ -152,11 +152,11 @@ _NO_TIERS: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = MappingProxyTy
 
 
 class HostSlots(Protocol):
-    """As much of host memory as a directory needs to know."""
+    """What a directory needs to know about host memory."""
 
     @property
     def num_slots(self) -> int:
-        """Pages that fit."""
+        """Number of pages that fit."""
         ...
 
     @property
@@ -166,32 +166,35 @@ class HostSlots(Protocol):
 
 
 class Records(Protocol):
-    """As much of a tier of records as a directory needs to know."""
+    """What a directory needs to know about a tier of records."""
 
     @property
     def record_nbytes(self) -> int:
-        """What the record of one page costs at most."""
+        """Largest cost of one page's record."""
         ...
 
     @property
     def budget_nbytes(self) -> int:
-        """Sum of record bytes that it may hold."""
+        """Limit of the sum of record bytes."""
         ...
 
     def records(self) -> Iterable[tuple[PageKey, PageKey | None, int]]:
-        """Key, parent and bytes on disk of what is there."""
+        """Return key, parent and bytes on disk of each stored record."""
         ...
 
 
 class OpenedRecords(Records, RecordTier, Protocol):
-    """A tier of records in this process: what a directory has to know, and what a mover does with it."""
+    """A tier of records in this process, for a directory and for a mover."""
 
 
 @dataclass
 class Parts:
-    """Everything a store is made of. ``pool`` is None where an engine owns HBM. ``held``: how host memory holds pages.
+    """The parts of a store.
 
-    ``ranks``: the health of the processes that hold the bytes; None: this one does.
+    Attributes:
+        pool: The store's HBM; None if an engine owns HBM.
+        held: How host memory holds pages.
+        ranks: Health of the processes that hold the bytes; None if this process does.
     """
 
     layout: PageLayout
@@ -206,7 +209,7 @@ class Parts:
     ranks: Callable[[], Mapping[int, RankHealth]] | None = None
 
     def close(self) -> None:
-        """Ends every tier, for a store that could not be made of them."""
+        """Close every tier of a store that could not be built."""
         if self.mover.close(_CLOSE_S) and self.arena is not None:
             self.arena.close()
 
@@ -217,10 +220,14 @@ def assemble(
     wake: Callable[[], None],
     lower: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = _NO_TIERS,
 ) -> Parts:
-    """Opens every tier the configuration names. ConfigError changes nothing.
+    """Open every tier that the configuration names.
 
-    ``lower``: tiers of records that the caller has opened, to be used beside the configured ones. They hold pages in
-    the form of the slowest memory tier, and are closed with the others.
+    Args:
+        lower: Further tiers of records, opened by the caller. They hold pages in the form of the slowest memory tier,
+            and are closed with the others.
+
+    Raises:
+        ConfigError: A tier cannot be opened. Nothing is left open or changed.
     """
     check_sections(config, layout)
     device: HbmDevice = CpuDevice() if config.hbm is None else open_device(config.hbm.device)
@@ -253,7 +260,7 @@ def assemble(
 
 
 def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) -> RankHealth:
-    """Return what one process got of the memory, routes and disk that it asked for. Any thread."""
+    """Return what one process got of the memory, routes and disk that it asked for. Thread-safe."""
     found = device.stats()
     slow = found["slow_copies"]
     return RankHealth(
@@ -271,7 +278,11 @@ def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) ->
 def register_pages(
     config: StoreConfig, parts: Parts, pages: tuple[EnginePages, ...], wake: Callable[[], None]
 ) -> None:
-    """The part that an engine brings: its tensors. ConfigError unless it owns HBM, they fit, and none are there yet."""
+    """Register the tensors of an engine.
+
+    Raises:
+        ConfigError: The store owns HBM, the tensors do not fit, or some are registered already.
+    """
     outgoing = parts.directory.outgoing
     if parts.directory.owns_hbm or parts.arena is None:
         raise ConfigError("register needs hbm.owner: engine, but the store owns HBM here")
@@ -298,7 +309,7 @@ def make_directory(
     metrics: Metrics,
     lower: Mapping[Tier, tuple[TierDescription, Records]] = _NO_TIERS,
 ) -> Directory:
-    """A directory for tiers of these sizes, that knows what the disk, and what other tiers of records, hold."""
+    """Make a directory for tiers of these sizes, with the pages that the disk and other tiers of records hold."""
     records = dict(lower)
     if disk is not None:
         lossy = loss_class(config) != EXACT
@@ -336,8 +347,13 @@ def _mover(
 
 
 def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:
-    """Page-locked where the configuration asks for it: a first part now, the rest in the background or, if it must
-    be, now too. ConfigError if it must be and cannot."""
+    """Allocate host memory, page-locked if the configuration asks for it.
+
+    A first part is page-locked now and the rest in the background, or all of it now with ``pin: always``.
+
+    Raises:
+        ConfigError: ``pin`` is ``always``, and page-locking failed.
+    """
     device = "cpu" if config.hbm is None else config.hbm.device
     if host.pin == "never" or (host.pin == "auto" and device == "cpu"):
         return HostArena(layout, num_slots, codec=host.codec)
@@ -358,7 +374,7 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A million new objects make Python's cyclic collector walk all of them again and again: half of an open's time."""
+    """Pause Python's cyclic collector: walking a million new objects again and again takes half of the opening time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -401,7 +417,7 @@ def _known(
     pool: OwnPool | None,
     nvme: Records | None,
 ) -> Known | None:
-    """What the policies of a configuration may look at; None if none looks at anything."""
+    """Return what the policies of a configuration may use, or None if they need nothing."""
     sections = [section for section in (config.hbm, config.host, config.nvme) if section is not None]
     names = [section.policy for section in sections] + [config.nvme.admission if config.nvme else "all"]
     pages = sum(memory.num_slots for memory in (arena, pool) if memory is not None)
@@ -412,7 +428,7 @@ def _known(
 
 
 def loss_class(config: StoreConfig) -> str:
-    """What pages lose on their way down; it is part of the key namespace."""
+    """Return the loss class of pages that went through all tiers. It is part of the key namespace."""
     return LOSS_CLASSES[config.codec]
 
 

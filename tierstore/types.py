@@ -1,11 +1,10 @@
-"""The plain data that crosses rooms and processes: standard library only, only derived behaviour.
+"""The data types that cross packages and processes. Standard library only.
 
 Words, and what others call them:
 
-    page   = vLLM block = SGLang / FlashInfer page = Hugging Face block: ``page_size`` tokens of
-             all layers, K and V
+    page   = vLLM block = SGLang / FlashInfer page = Hugging Face block: ``page_size`` tokens of all layers, K and V
     slot   = vLLM block id = SGLang page index: a place for one page in a tier
-    lease  = a reference held by someone who can be named (vLLM ref_cnt, SGLang lock_ref)
+    lease  = a reference held by a named owner (vLLM ref_cnt, SGLang lock_ref)
     key    = the identity of a page: a digest of its namespace and the whole token prefix up to its end
 """
 
@@ -21,37 +20,47 @@ from typing import Any, Literal, NewType, Protocol, SupportsIndex, runtime_check
 
 _MOST_SECONDS = 1e15
 _LONGEST_WAIT_S = 1e9
-"""Thirty years. Threads refuse to wait for ever in so many seconds."""
+"""Thirty years. Threads refuse to wait for longer."""
 
 
 def require_flag(name: str, value: object) -> None:
-    """TypeError for what is neither True nor False: a word like "no" would count as True."""
+    """Raise TypeError unless ``value`` is True or False. A word like "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def are_seconds(value: Any) -> bool:
-    """Whether a clock's time and this have a sum: whole numbers have no end, and a NaN is in no order."""
+    """Return whether ``value`` can be added to a clock's time. Excludes NaN and integers beyond the range of floats."""
     known = isinstance(value, Real) and not isinstance(value, bool)
     return known and bool(value == inf or abs(value) <= _MOST_SECONDS)
 
 
 def require_seconds(name: str, value: Any) -> None:
-    """TypeError for what is no number, ValueError for one that is no duration. Infinity is one: without end."""
+    """Check that ``value`` is a number of seconds, 0 or more; infinity is allowed.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is negative or NaN.
+    """
     _require_number(name, value, "a number of seconds, 0 or more")
     if not are_seconds(value) or value < 0:
         raise ValueError(f"{name} must be a number of seconds, 0 or more, got {value!r:.60}")
 
 
 def require_finite(name: str, value: object) -> None:
-    """``require_seconds`` of what is to be multiplied: without infinity."""
+    """Check like ``require_seconds``, but reject infinity, for values that are multiplied."""
     require_seconds(name, value)
     if value == inf:
         raise ValueError(f"{name} must be a finite number of seconds, got inf")
 
 
 def seconds_at_most(name: str, value: Any) -> float:
-    """Return a finite number of seconds, 0 or more. TypeError for what is not a number, ValueError for others."""
+    """Return a finite number of seconds, 0 or more, as a float.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is negative, infinite or NaN.
+    """
     if type(value) is float and 0.0 <= value <= _LONGEST_WAIT_S:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -62,22 +71,26 @@ def seconds_at_most(name: str, value: Any) -> float:
 
 
 def require_time(name: str, value: object) -> None:
-    """As ``require_seconds``, of a time that may have passed already: below 0 is allowed."""
+    """Check like ``require_seconds``, but allow a time in the past, below 0."""
     _require_number(name, value, "a number of seconds")
     if not are_seconds(value):
         raise ValueError(f"{name} must be a number of seconds, got {value!r:.60}")
 
 
 def seconds_to_wait(name: str, value: Any) -> float:
-    """``require_seconds`` of what a thread may wait at most: infinity is thirty years then."""
+    """Return ``value`` as a timeout for a thread: like ``require_seconds``, with infinity as thirty years."""
     require_seconds(name, value)
     return min(float(value), _LONGEST_WAIT_S)
 
 
 def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
-    """An integer of any kind, numpy's and torch's too, as Python's. TypeError for others, ValueError below ``least``.
+    """Return an integer of any type, including numpy's and torch's, as a Python int.
 
-    True is none, and neither is 1.0: they look like a place in a list and are none further down.
+    Booleans and floats are rejected: they look like an index and are none further down.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is below ``least``.
     """
     found = value if type(value) is int else _index(name, value)
     if found < least:
@@ -86,9 +99,16 @@ def whole(name: str, value: SupportsIndex, least: int = 0) -> int:
 
 
 def require_member(call: str, value: object, allowed: Sequence[Enum], *others: str) -> None:
-    """ValueError for what is none of these: True, 1 and 1.0 equal a member that counts as 1, and have no name.
+    """Check that ``value`` is one of these members. True, 1 and 1.0 equal a member but are rejected.
 
-    ``call``: what was asked for, in the message. ``others``: what else is allowed, in words.
+    Args:
+        call: What was requested, for the message.
+        value: The value to check.
+        allowed: The members to choose from.
+        others: Further choices, in words.
+
+    Raises:
+        ValueError: It is not.
     """
     if not any(value is member for member in allowed):
         names = ", ".join([*(member.name for member in allowed), *others])
@@ -97,7 +117,7 @@ def require_member(call: str, value: object, allowed: Sequence[Enum], *others: s
 
 
 def slot_numbers(slots: Iterable[SupportsIndex]) -> list[int]:
-    """Slots as Python's integers; TypeError unless each is one, of any kind. Whose they are is not looked at."""
+    """Return slots as Python ints. TypeError unless each is an integer; ownership is not checked."""
     return [slot if type(slot) is int else _index("a slot", slot) for slot in slots]
 
 
@@ -121,7 +141,7 @@ PageKey = NewType("PageKey", bytes)
 
 
 class Tier(IntEnum):
-    """Where a copy lives. Order = speed."""
+    """Where a copy of a page is. The order is the speed."""
 
     HBM = 0
     HOST = 1
@@ -131,11 +151,14 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierDescription:
-    """What the store asks a tier, in place of its name.
+    """What the store needs to know about a tier, instead of its name.
 
-    ``addressing``: "slots" is memory, page by page at fixed places; "records" are pages by key behind a queue, of any
-    size, within a budget of bytes. ``durable``: pages survive a restart. ``lossy``: pages that come back may differ
-    from those that went in. ``below``: the next slower tier, to which pages are spilled; None: there is none.
+    Attributes:
+        addressing: "slots" is memory, with one page per fixed place. "records" are pages by key behind a queue, of any
+            size, within a budget of bytes.
+        durable: Pages survive a restart.
+        lossy: Pages may come back different from what was put.
+        below: The next slower tier, to which pages are spilled, or None.
     """
 
     addressing: Literal["slots", "records"]
@@ -150,7 +173,7 @@ class TierDescription:
 
 
 class LeaseState(Enum):
-    """What ``Lease.wait`` found. PENDING: the time ran out and nothing changed; the others are final."""
+    """Result of ``Lease.wait``. PENDING: it timed out and nothing changed. READY and FAILED are final."""
 
     PENDING = "pending"
     READY = "ready"
@@ -158,7 +181,7 @@ class LeaseState(Enum):
 
 
 class HintResult(Enum):
-    """What ``TierStore.hint`` did with a hint (the words of vLLM's kv_hints)."""
+    """Result of ``TierStore.hint``, in the words of vLLM's kv_hints."""
 
     APPLIED = "applied"
     DEFERRED = "deferred"
@@ -167,22 +190,22 @@ class HintResult(Enum):
 
 
 class Failure(Enum):
-    """Why one page of a transfer did not arrive."""
+    """Why a page of a transfer did not arrive."""
 
     IO_ERROR = "io_error"
     INTEGRITY = "integrity"
     NOT_FOUND = "not_found"
     NO_SPACE = "no_space"
     UNAVAILABLE = "unavailable"
-    """The tier did not try: it hangs or fails, and is left alone for a while."""
+    """The tier hangs or fails and was not asked; it is tried again after a pause."""
     CLOSED = "closed"
     UNFIT = "unfit"
-    """The tier keeps pages encoded, and this one holds numbers that its codec cannot state."""
+    """The tier keeps pages encoded, and its codec cannot represent the numbers of this page."""
 
 
 @dataclass(slots=True)
 class Copy:
-    """One tier's copy of a page. ``ready`` False: a transfer is writing the slot; it is not readable."""
+    """One tier's copy of a page. While ``ready`` is False a transfer is writing the slot, and it is not readable."""
 
     slot: int
     nbytes: int
@@ -190,15 +213,16 @@ class Copy:
     ready: bool = False
     pins: int = 0
     queue: object | None = None
-    """Of its tier's, the one it waits in to leave; None: it may not leave."""
+    """The tier's eviction queue in which it waits; None if it may not leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pages to copy along one edge, slot by slot. Plain data: it may cross a process.
+    """Pages to copy from one tier to another, slot by slot. Plain data: it may cross processes.
 
-    ``parents[i]`` is the key of the page before ``keys[i]`` (None: the first of its sequence, or unknown).
-    ``nbytes`` is what the destination was asked to set aside.
+    Attributes:
+        parents: Key of the page before each of ``keys``; None for the first page of a sequence, or if unknown.
+        nbytes: Bytes that the destination was asked to reserve.
     """
 
     id: int
@@ -211,7 +235,7 @@ class Transfer:
     parents: tuple[PageKey | None, ...]
 
     def part(self, positions: Sequence[int]) -> Transfer:
-        """Return the same transfer with the pages at these positions alone, under the same id."""
+        """Return a transfer with the pages at these positions only, under the same id."""
         return Transfer(
             self.id,
             tuple(self.keys[i] for i in positions),
@@ -226,7 +250,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Records to remove from a tier that keeps bytes by key. Ordered with the transfers around it."""
+    """Records to remove from a tier that keeps pages by key. Ordered with the transfers around it."""
 
     tier: Tier
     keys: tuple[PageKey, ...]
@@ -234,12 +258,15 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What became of a transfer: nothing writes its slots now. ``nbytes``: bytes of the pages that arrived.
-    ``seconds``: its share of the time in which its room worked on transfers: of several at once they add up to no more.
+    """The end of a transfer: nothing writes its slots any more.
 
-    ``sizes``: of each page that arrived, in the transfer's order; empty where all have the same. ``late``: positions of
-    pages whose slots may still be written, and for which nobody is to wait: they are the transfer from here on, in this
-    order, and an ack of their own follows.
+    Attributes:
+        nbytes: Bytes of the pages that arrived.
+        seconds: Its share of the time in which its tier was busy. Shares of concurrent transfers add up to that time.
+        failures: Position and reason of each page that failed.
+        sizes: Bytes of each page that arrived, in the transfer's order; empty if all are equal.
+        late: Positions of pages whose slots may still be written, but that nobody should wait for. They form the
+            transfer from now on, in this order, and get an ack of their own.
     """
 
     transfer_id: int
@@ -254,7 +281,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest readable prefix: ``tiers[i]`` is the fastest tier of page i; ``exact``: no lossy copy."""
+    """The longest readable prefix. ``tiers[i]``: fastest tier of page i. ``exact``: no copy is lossy."""
 
     num_pages: int
     tiers: tuple[Tier, ...]
@@ -278,12 +305,15 @@ class PageChange:
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """What ``TierStore.flush`` found when it returned, in pages.
+    """Result of ``TierStore.flush``, in pages.
 
-    ``durable``: pages in memory at the call that are on disk. ``failed``: pages that could not be written; they stay in
-    memory and are tried again. ``pending``: pages still on their way when the disk had made no progress for 10 s.
-    ``pending_erases``: evicted pages that a restart now could bring back; the store goes on trying to erase them.
-    A page that no request can reach and for which the tiers below have no free room counts in none of them.
+    A page that no request can reach and for which the lower tiers have no free space is not counted.
+
+    Attributes:
+        durable: Pages in memory at the call that are on disk now.
+        failed: Pages that could not be written. They stay in memory and are tried again.
+        pending: Pages still in flight when the disk had made no progress for 10 s.
+        pending_erases: Evicted pages that a restart now could bring back. The store keeps trying to erase them.
     """
 
     durable: int = 0
@@ -299,11 +329,14 @@ class FlushResult:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """What ``TierStore.promote`` did. ``keys``: pages that are on their way up now and were not before.
+    """Result of ``TierStore.promote``.
 
-    ``covered``: how many of the pages it was given, first to last, are in the tier or on their way there now.
-    ``in_force``: whether the hint still was what its request said last; if not, nothing starts for it any more.
-    ``in_flight``: pages that promotions are bringing now, these included; ``arriving``: those of them to this tier.
+    Attributes:
+        keys: Pages whose promotion started with this call.
+        covered: Number of the given pages, from the first on, that are in the tier or in flight to it.
+        in_force: Whether the hint is still the latest of its request. If not, nothing more starts for it.
+        in_flight: Number of pages that promotions are moving now, including these.
+        arriving: Those of ``in_flight`` that move to this tier.
     """
 
     keys: tuple[PageKey, ...]
@@ -317,10 +350,14 @@ class Promoted:
 class Hint:
     """What a scheduler knows about the near future. A hint never pins memory.
 
-    A revision not above the last seen of ``request_id`` is a duplicate; ``keys=()`` with a higher one cancels.
-    ``priority``: of retained pages those of the lowest leave first; below 0 counts as 0. ``deadline_s``: a
-    ``will_need`` starts in so many seconds. ``ttl_s``: a ``retain`` ends after so many (None: with the next revision),
-    and so does a ``will_need`` (None: 60 after its deadline, 600 without one).
+    A revision that is not above the last one seen of ``request_id`` is a duplicate. ``keys=()`` with a higher revision
+    cancels.
+
+    Attributes:
+        priority: Retained pages of lower priority are evicted first; below 0 counts as 0.
+        deadline_s: Seconds until a ``will_need`` request starts.
+        ttl_s: Seconds after which a ``retain`` or ``will_need`` ends. None: a ``retain`` ends with the next revision, a
+            ``will_need`` 60 s after its deadline, or after 600 s without one.
     """
 
     request_id: str
@@ -336,7 +373,7 @@ class Hint:
             raise ValueError(f"Hint.need must be 'will_need', 'wont_need' or 'retain', got {self.need!r}")
         if isinstance(self.keys, bytes | str):
             raise ValueError(f"Hint.keys must be a sequence of page keys, got {self.keys!r:.60}")
-        # A caller may go on to change its list, and the table counts what each request named.
+        # A caller may change its list later, and the table counts the keys that each request named.
         object.__setattr__(self, "keys", tuple(self.keys))
         strange = [key for key in self.keys if not isinstance(key, bytes)]
         if strange:
@@ -355,40 +392,40 @@ class Hint:
 
 @runtime_checkable
 class Event(Protocol):
-    """Something that will have happened: a CUDA event, or any object with its two methods."""
+    """Something that will happen: a CUDA event, or any object with these two methods."""
 
     def query(self) -> bool:
-        """Whether it has happened; never blocks."""
+        """Return whether it has happened. Never blocks."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks until it has happened."""
+        """Block until it has happened."""
         ...
 
 
 class Counters(Protocol):
-    """What the decisions about pages are counted in."""
+    """Counters of the decisions about pages."""
 
     def hit(self, tier: Tier, pages: int = 1) -> None:
-        """Pages that an acquire found, in the fastest tier that held them."""
+        """Count pages that an acquire found, by the fastest tier that held them."""
         ...
 
     def miss(self, reason: str, pages: int = 1) -> None:
-        """Pages that an acquire could not serve."""
+        """Count pages that an acquire could not serve, by reason."""
         ...
 
     def dropped(self, tier: Tier, reason: str, number: int) -> None:
-        """Copies that left a tier."""
+        """Count copies that left a tier."""
         ...
 
     def moved(self, transfer: Transfer, ack: Ack, page_nbytes: int) -> None:
-        """A transfer ended."""
+        """Count a transfer that ended."""
         ...
 
     def prefetched(self, result: str, nbytes: int) -> None:
-        """Bytes brought up ahead of need, by what became of them."""
+        """Count bytes that were prefetched, by what became of them."""
         ...
 
     def avoided(self, seconds: float) -> None:
-        """Load time that had already happened when a lease took in a page."""
+        """Count load time that was over before a lease took the page."""
         ...

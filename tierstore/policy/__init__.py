@@ -1,4 +1,4 @@
-"""Who leaves a tier first, and who is worth writing to the next: pure objects, no slots, bytes, threads or clocks."""
+"""Eviction orders and admission policies: pure objects without slots, bytes, threads or clocks."""
 
 from __future__ import annotations
 

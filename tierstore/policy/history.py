@@ -1,11 +1,11 @@
-"""What was asked for lately, pages that are gone included: the ghost memory of admission and of the orders that learn.
+"""Recently requested pages, including evicted ones: the ghost memory of admission and of the learning orders.
 
-A record is a few small numbers of one page. Bounded: the page that was asked for longest ago is forgotten first. Its
-clock counts pages asked for: ages are in pages, as capacities are.
+A record is a few small numbers about one page. Memory is bounded: the page that was requested longest ago is forgotten
+first. The clock counts requested pages, so ages are in pages, like capacities.
 
-Pages put one after another by one request are a run. How a run began says much of whether it is asked for again: after
-the last page of a chat (it went on), after a page that a few others follow (it was left for another way), or after
-none or one that many follow (a new chat after a shared beginning). So does its length.
+Pages that one request puts one after another are a run. How a run began says much about whether it is requested again:
+after the last page of a chat (the chat continued), after a page that a few others follow (the chat branched), or after
+none or one that many follow (a new chat after a shared prefix). So does its length.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 _MOST = 255
 _SHARED = 16
-"""What so many pages follow is a shared beginning."""
+"""A page followed by at least this many pages is a shared prefix."""
 
 
 class Record:
-    """What is known of one page. Counts end at 255, but for ``depth``, ``place`` and ``span``.
+    """What is known about one page. Counts saturate at 255, except for ``depth``, ``place`` and ``span``.
 
-    ``uses``: how often it was asked for after its first put. ``last``: when. ``depth``: pages before it.
-    ``turn``: how often a request went on from pages of an earlier one to reach it: the turn of a chat.
-    ``followers``: pages first put after it.
-
-    Of its run: ``steps``, how often in a row runs before it went on from where one had ended, 0 if this one did not;
-    ``branch``, whether it began after a page that a few others follow; ``place`` in it, from 1; ``span``, its length as
-    far as it was known when the page was put; ``lot``, a number of 0 to 1 that is the run's own.
-
-    ``kind``: a note of the watchers that learn lifetimes, the same for all of them.
+    Attributes:
+        uses: How often the page was requested after its first put.
+        last: When it was requested last.
+        depth: Number of pages before it.
+        turn: How often a request continued from pages of an earlier one to reach it: the turn of a chat.
+        followers: Number of pages first put after it.
+        steps: How often in a row the runs before its own continued where one had ended; 0 if its own did not.
+        branch: Whether its run began after a page that a few others follow.
+        place: Position in its run, from 1.
+        span: Length of its run, as far as it was known when the page was put.
+        lot: A number from 0 to 1, the same for all pages of its run.
+        kind: A note of the watchers that learn lifetimes; all of them use the same value.
     """
 
     __slots__ = (
@@ -76,31 +79,34 @@ class Record:
 
 
 class Watcher(Protocol):
-    """Told of what happens to records. ``now`` is the history's clock."""
+    """An observer of records. ``now`` is the history's clock."""
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """A remembered page was asked for; the record is still as it was before.
+        """Observe that a remembered page was requested; the record still has its previous state.
 
-        ``below``: only the lowest tier had it, or none and it was put again.
+        Args:
+            record: The page's record.
+            now: The history's clock.
+            below: Only the lowest tier had the page, or no tier had it and it was put again.
         """
         ...
 
     def began(self, record: Record, now: int) -> None:
-        """A page was asked for or first put; the record says so."""
+        """Observe that a page was requested or first put; the record is up to date."""
         ...
 
     def forgotten(self, record: Record, now: int) -> None:
-        """The record was pushed out: the page was not asked for again in its time."""
+        """Observe that a record was dropped: the page was not requested again in time."""
         ...
 
 
 class History:
-    """Records by page, at most ``limit``."""
+    """Records of at most ``limit`` pages."""
 
     def __init__(self, limit: int) -> None:
         self.limit = max(1, limit)
         self.now = 0
-        """Pages asked for so far."""
+        """Number of pages requested so far."""
         self.watchers: list[Watcher] = []
         self._records: OrderedDict[PageKey, Record] = OrderedDict()
 
@@ -108,13 +114,19 @@ class History:
         return len(self._records)
 
     def get(self, key: PageKey) -> Record | None:
-        """The page's record, if it is remembered. Changes nothing."""
+        """Return the page's record, or None if it is not remembered. Changes nothing."""
         return self._records.get(key)
 
     def put(self, key: PageKey, parent: PageKey | None, following: int = 0) -> tuple[Record, bool]:
-        """A page that no tier holds was put after ``parent``; its record, and whether it was remembered.
+        """Record that a page which no tier holds was put after ``parent``.
 
-        ``following``: pages that are put after it at once.
+        Args:
+            key: The page.
+            parent: The page before it, or None.
+            following: Number of pages put after it in the same call.
+
+        Returns:
+            Its record, and whether it was remembered.
         """
         record = self.get(key)
         if record is not None:
@@ -130,7 +142,7 @@ class History:
         return record, False
 
     def hit(self, key: PageKey, *, below: bool) -> Record | None:
-        """A page that a tier holds was asked for; its record, if it is remembered."""
+        """Record that a page which a tier holds was requested. Returns its record, or None if it is not remembered."""
         record = self.get(key)
         if record is not None:
             self._again(record, below=below)

@@ -1,26 +1,26 @@
-"""Eviction orders, one per tier: which evictable page leaves first. They see ranks, keys and records only.
+"""Eviction orders, one per tier: which evictable page leaves first. They see only ranks, keys and records.
 
-A rank is an integer given when a page enters a tier and renewed when it is used; the evictable page of lowest rank
-goes first. Ranks are unique and live in four bands: pages that cannot be reached before all others, then unwanted
-pages, and retained pages after all others, those of higher priority last. Which pages are evictable is not the order's
-business: a reachable page with readable children never is, so every order is leaf first.
+A rank is an integer assigned when a page enters a tier and renewed when it is used; the evictable page with the lowest
+rank leaves first. Ranks are unique and form four bands: unreachable pages first, then unwanted ones, then ordinary
+ones, and retained pages last, those of higher priority after the others. The order does not decide which pages are
+evictable: a reachable page with readable children never is, so every order evicts leaves first.
 
-``VictimQueue`` holds the evictable pages by rank. ``Fifo`` ranks by arrival, ``Lru`` by last use, ``Priority`` by what
-hints said, ``Gdsf`` by uses and by what a page costs to compute again.
+``VictimQueue`` holds the evictable pages by rank. ``Fifo`` ranks by arrival, ``Lru`` by last use, ``Priority`` by the
+priority of hints, ``Gdsf`` by the number of uses and the cost of computing a page again.
 
-``Session`` keeps a page as long as waiting for it pays, with times to live learnt from how soon pages like it came
-back. Pages that were used are of one kind if their chat had made as many requests (turn and uses together), new ones
-if the run of pages that they came with began alike and is about as long. Of each kind the history tells how many are
-asked for again at which age. A page kept until age ``a`` earns the chance that it is asked for by then and costs a
-place until then or until it is used; with a price a place and a moment there is a best ``a`` for each kind, and the
-price is the one at which what is kept just fits the tier. So a kind that seldom comes back, or comes back too late, is
-not kept at all. Ages are in pages asked for; capacities too. Estimates are those of Kaplan and Meier (1958), for what
-has not come back yet has only not come back so far. No constant belongs to a workload: half lives and periods are in
+``Session`` keeps a page as long as waiting for it pays, with times to live learnt from how soon similar pages were
+requested again. Used pages are of one kind if their chats had made equally many requests (turn and uses together), new
+ones if their run began alike and has about the same length. For each kind the history gives how many pages are
+requested again at which age. Keeping a page until age ``a`` earns the probability of a request by then, and costs a
+slot until then or until the request. With a price per slot and moment there is a best ``a`` for each kind, and the
+price is the one at which the kept pages just fit the tier. So a kind that is rarely requested again, or too late, is
+not kept at all. Ages are in requested pages, like capacities. Estimates are those of Kaplan and Meier (1958), because a
+page that has not been requested again may still be. No constant depends on a workload: half-lives and periods are in
 capacities.
 
-``Adaptive`` is ``Session`` as long as that hits more than LRU, judged by small ghost caches of both that run beside. A
-ghost cache holds keys of a sample of the pages, chosen by key, and as much smaller a capacity (SHARDS, Waldspurger
-2015), so that it hits as often as the whole would.
+``Adaptive`` is ``Session`` while that hits more often than LRU, as judged by small ghost caches of both that run beside
+it. A ghost cache holds keys of a sample of the pages, chosen by key, with a capacity that is smaller in proportion
+(SHARDS, Waldspurger 2015), so it has the hit rate of the whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class VictimQueue:
-    """The evictable pages of a tier, lowest rank first. O(log n) to offer, amortised O(log n) to find the first.
+    """The evictable pages of a tier, lowest rank first. Offering is O(log n), finding the first amortized O(log n).
 
     Ranks are unique while offered. Withdrawn ranks stay in the heap until they surface or outnumber the live ones.
     """
@@ -53,11 +53,11 @@ class VictimQueue:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[PageKey]:
-        """Keys in victim order; O(n log n)."""
+        """Iterate over the keys in victim order. O(n log n)."""
         return (self._keys[rank] for rank in sorted(self._keys))
 
     def offer(self, rank: int, key: PageKey) -> None:
-        """The page may leave from now on; no effect if it was offered already."""
+        """Make the page evictable. No effect if it already is."""
         if rank in self._keys:
             return
         self._keys[rank] = key
@@ -67,18 +67,18 @@ class VictimQueue:
             heapify(self._heap)
 
     def withdraw(self, rank: int) -> bool:
-        """The page may not leave any more; no effect if it was not offered. Whether it was."""
+        """Make the page not evictable. Returns whether it was."""
         return self._keys.pop(rank, None) is not None
 
     def shift(self, rank: int, key: PageKey, *, offered: bool) -> None:
-        """Offers or withdraws the page, whichever is asked."""
+        """Make the page evictable or not, as ``offered`` says."""
         if offered:
             self.offer(rank, key)
         else:
             self.withdraw(rank)
 
     def first(self) -> PageKey | None:
-        """The next victim, still offered; None if there is none."""
+        """Return the next victim without removing it, or None."""
         heap, keys = self._heap, self._keys
         while heap:
             key = keys.get(heap[0])
@@ -88,7 +88,7 @@ class VictimQueue:
         return None
 
     def first_where(self, allowed: Callable[[PageKey], bool]) -> PageKey | None:
-        """The first victim that is allowed; O(n) to begin with, O(log n) for each that is not."""
+        """Return the first victim for which ``allowed`` is true, or None. O(n) plus O(log n) per rejected victim."""
         heap, keys = self._heap.copy(), self._keys
         while heap:
             key = keys.get(heappop(heap))
@@ -98,17 +98,17 @@ class VictimQueue:
 
 
 BAND = 1 << 120
-"""Retained pages have ranks from here on, a band for each priority."""
+"""Ranks of retained pages begin here, with one band per priority."""
 SHIFT = 48
-"""Bits of a rank that only keep ranks unique, and tails before heads, among pages of equal value."""
+"""Low bits of a rank, which keep ranks unique and put tails before heads among pages of equal value."""
 
 _LEVEL = 1 << 64
 _HIGHEST = (1 << 32) - 1
-"""Priorities above are as this one to pages whose retention has ended."""
+"""Largest distinct priority. After a retention has ended, higher priorities count as this one."""
 
 
 def band(rank: int) -> int:
-    """What a retained page's priority adds to its rank; 0 of others."""
+    """Return the part of a retained page's rank that its priority gives; 0 for other pages."""
     return rank // BAND * BAND if rank >= BAND else 0
 
 
@@ -119,34 +119,36 @@ class Fifo:
         self._next = count()
 
     def enter(self, key: PageKey) -> int:
-        """Rank of a page that becomes resident now."""
+        """Return the rank of a page that enters the tier now."""
         return next(self._next)
 
     def touch(self, key: PageKey, rank: int) -> int:
-        """Rank after the page was used; an unwanted page becomes a normal one, a retained one stays retained."""
+        """Return the rank after the page was used. An unwanted page becomes ordinary, a retained one stays retained."""
         return rank if rank >= 0 else next(self._next)
 
     def unwanted(self) -> int:
-        """Rank before every normal page: nobody will ask for this one again."""
+        """Return a rank before every ordinary page, for a page that nobody will request again."""
         return next(self._next) - BAND
 
     def unreachable(self, key: PageKey) -> int:
-        """Rank before every other page, and before pages that became unreachable earlier: deeper ones leave first."""
+        """Return a rank before all others, and before pages that became unreachable earlier, so deeper ones leave
+        first.
+        """
         return -BAND - 1 - next(self._next)
 
     def retained(self, priority: int = 0) -> int:
-        """Rank after every normal page: somebody announced to come back for this one.
+        """Return a rank after every ordinary page and after retained pages of lower priority.
 
-        And after retained pages of lower priority; below 0 counts as 0.
+        Priorities below 0 count as 0.
         """
         return next(self._next) + (1 + max(0, priority)) * BAND
 
     def ordinary(self, key: PageKey, rank: int) -> int:
-        """Rank of a page whose retention ended; other ranks stay."""
+        """Return the rank of a page whose retention ended; other ranks are unchanged."""
         return self.enter(key) if rank >= BAND else rank
 
     def left(self, key: PageKey, rank: int) -> None:
-        """The page left the tier."""
+        """Note that the page left the tier."""
 
 
 class Lru(Fifo):
@@ -157,7 +159,7 @@ class Lru(Fifo):
 
 
 class Priority(Lru):
-    """By the priority of the last hint that retained the page, after that hint's end too; of equal ones LRU."""
+    """By the priority of the last hint that retained the page, even after that hint has ended; ties are LRU."""
 
     def touch(self, key: PageKey, rank: int) -> int:
         return next(self._next) + max(0, rank // _LEVEL * _LEVEL)
@@ -170,7 +172,7 @@ class Priority(Lru):
 
 
 class Scored(Fifo):
-    """By a value of at least 0 that the page's record gives; of equal values the least recently used first."""
+    """By a value of at least 0 computed from the page's record; ties are LRU."""
 
     def __init__(self, history: History) -> None:
         super().__init__()
@@ -187,10 +189,10 @@ class Scored(Fifo):
 
 
 class Gdsf(Scored):
-    """Greedy dual size frequency (Cherkasova, 1998), pages all of one size: uses times the cost of computing the page
-    again, on top of the value of what left last, so that old fame fades.
+    """Greedy dual size frequency (Cherkasova, 1998) with pages of equal size.
 
-    The cost grows with the depth: 1 for the first page of a sequence, 2 at ``doubling_depth``.
+    The value is uses times the cost of computing the page again, added to the value of the page that left last, so that
+    old popularity fades. The cost grows with the depth: 1 for the first page of a sequence, 2 at ``doubling_depth``.
     """
 
     def __init__(self, history: History, doubling_depth: float) -> None:
@@ -199,7 +201,7 @@ class Gdsf(Scored):
         self._inflation = 0
 
     def left(self, key: PageKey, rank: int) -> None:
-        """What leaves sets the floor for what comes."""
+        """Raise the floor for new pages to the value of the page that left."""
         if 0 <= rank < BAND:
             self._inflation = max(self._inflation, rank >> SHIFT)
 
@@ -210,46 +212,46 @@ class Gdsf(Scored):
 
 _USED = 8
 _SHORT, _LONG = 8, 64
-"""Pages of a run from which on it is longer than most turns of a chat, and a document."""
+"""Run lengths in pages: from ``_SHORT`` on longer than most chat turns, from ``_LONG`` on a document."""
 KINDS = _USED + 3 * 3
 _BUCKETS = 72
-"""Ages by half powers of two."""
+"""Bucket edges of ages, in half powers of two."""
 _EDGES = [0.0, *(2 ** (i / 2) for i in range(_BUCKETS))]
 _EPOCHS = 8
-"""Beginnings of one capacity's time are told apart this finely."""
+"""Resolution of the start times of waits, per capacity."""
 _HORIZON = 32
-"""Capacities of pages after which one counts as not coming back."""
+"""Capacities after which a page counts as not requested again."""
 _PERIODS = 2
-"""Plans made in one capacity's time."""
+"""Plans made per capacity."""
 _HALF_LIFE = 64
-"""Capacities after which what was seen counts half."""
+"""Capacities after which observations count half."""
 _FEW = 8
 
 _Point = tuple[float, float, float]
-"""Age, chance to be asked for by then, time in place by then."""
+"""Age, probability of a request by then, slot time used by then."""
 _Curve = list[_Point]
 
 
 class Returns:
-    """How soon pages of one kind came back, as far as is known."""
+    """How soon pages of one kind were requested again, as far as is known."""
 
     def __init__(self, pages: int) -> None:
         self.begun = 0.0
         self._epoch = max(1, pages // _EPOCHS)
         self._waiting: dict[int, int] = {}
-        """Pages not asked for again yet, by when they were last."""
+        """Pages not requested again yet, by the time of their last request."""
         self._ended = [0.0] * _BUCKETS
-        """Waits that ended, by age, well or not."""
+        """Number of ended waits by age, whether or not the page was requested."""
         self._back = [0.0] * _BUCKETS
 
     def begin(self, now: int) -> None:
-        """A wait begins."""
+        """Count the start of a wait."""
         epoch = now // self._epoch
         self._waiting[epoch] = self._waiting.get(epoch, 0) + 1
         self.begun += 1
 
     def end(self, since: int, now: int, *, back: bool) -> None:
-        """A wait ends; no effect if it had been given up."""
+        """Count the end of a wait. No effect if the wait had been given up."""
         epoch = since // self._epoch
         if epoch not in self._waiting:
             return
@@ -261,7 +263,7 @@ class Returns:
         self._back[bucket] += back
 
     def curve(self, now: int) -> _Curve:
-        """What keeping a page up to each age earns and costs; only nothing if too little is known."""
+        """Return benefit and cost of keeping a page up to each age. Only the origin if too little is known."""
         ended = self._ended.copy()
         for epoch, number in self._waiting.items():
             ended[_bucket(now - epoch * self._epoch)] += number
@@ -280,7 +282,7 @@ class Returns:
         return points
 
     def age(self, factor: float, horizon: int, now: int) -> None:
-        """What was seen counts less; waits beyond the horizon are given up."""
+        """Reduce the weight of observations, and give up waits beyond the horizon."""
         self.begun *= factor
         self._ended = [x * factor for x in self._ended]
         self._back = [x * factor for x in self._back]
@@ -290,22 +292,22 @@ class Returns:
 
 
 class Lifetimes:
-    """The plan of one tier of ``pages``: how long to keep a page of each kind. A watcher of a history."""
+    """How long to keep a page of each kind in a tier of ``pages``. A watcher of a history."""
 
     def __init__(self, pages: int) -> None:
         self.pages = max(1, pages)
         self.kept = [0.0] * KINDS
-        """Ages up to which pages of each kind are kept, smoothed."""
+        """Age up to which pages of each kind are kept, smoothed."""
         self._returns = [Returns(self.pages) for _ in range(KINDS)]
         self._span = 0.0
         self._next = self._period = max(64, self.pages // _PERIODS)
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """A wait has ended well."""
+        """End a wait with a request."""
         self._returns[record.kind].end(record.last, now, back=True)
 
     def began(self, record: Record, now: int) -> None:
-        """A wait begins; now and then a plan is made."""
+        """Begin a wait, and make a new plan once per period."""
         record.kind = kind = kind_of(record)
         self._returns[kind].begin(record.last)
         self._span += 1
@@ -314,7 +316,7 @@ class Lifetimes:
             self._plan(now)
 
     def forgotten(self, record: Record, now: int) -> None:
-        """A wait has come to nothing."""
+        """End a wait without a request."""
         self._returns[record.kind].end(record.last, now, back=False)
 
     def _plan(self, now: int) -> None:
@@ -330,7 +332,7 @@ class Lifetimes:
 
 
 class Session(Scored):
-    """By the time up to which the page is worth its place."""
+    """By the time until which the page is worth its slot."""
 
     def __init__(self, history: History, pages: int) -> None:
         super().__init__(history)
@@ -342,9 +344,9 @@ class Session(Scored):
 
 
 def kind_of(record: Record) -> int:
-    """Pages of one kind are expected to come back alike.
+    """Return the kind of a page. Pages of one kind are expected to be requested again alike.
 
-    New ones by how their run began and how long it is, used ones by how many requests their chat had made.
+    New pages are grouped by how their run began and its length, used ones by the number of requests of their chat.
     """
     if record.uses:
         return min(record.turn + record.uses, _USED) - 1
@@ -354,7 +356,9 @@ def kind_of(record: Record) -> int:
 
 
 def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
-    """The ages at the lowest price at which what is kept fits: by bisection of the price's logarithm."""
+    """Return the ages to keep at the lowest price at which the kept pages fit, by bisection of the price's
+    logarithm.
+    """
     corners = [_corners(curve) for curve in curves]
 
     def choose(price: float) -> tuple[float, list[float]]:
@@ -376,7 +380,7 @@ def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[flo
 
 
 def _corners(curve: _Curve) -> _Curve:
-    """Those points of a curve that are the best at some price: its upper hull."""
+    """Return the points of a curve that are optimal at some price: its upper convex hull."""
     hull = curve[:1]
     for point in curve[1:]:
         if point[1] <= hull[-1][1]:
@@ -388,7 +392,7 @@ def _corners(curve: _Curve) -> _Curve:
 
 
 def _bends(a: _Point, b: _Point, c: _Point) -> bool:
-    """Whether a place brings more between a and b than between b and c."""
+    """Return whether a slot earns more between a and b than between b and c."""
     return (b[1] - a[1]) * (c[2] - b[2]) > (c[1] - b[1]) * (b[2] - a[2])
 
 
@@ -399,13 +403,13 @@ def _bucket(age: float) -> int:
 _GHOST_PAGES = 512
 _DEEPEST = (1 << 32) - 1
 _FADING = 2
-"""Capacities after which a hit of a ghost counts half."""
+"""Capacities after which a hit of a ghost cache counts half."""
 
 
 class Ghost:
-    """Keys with a value each, at most ``pages``; the lowest value leaves first.
+    """A cache of keys only, each with a value; the lowest value is evicted beyond ``pages`` keys.
 
-    ``hits``: those of the first pages of each request, up to one that is missing.
+    ``hits`` counts the first pages of each request, up to a missing one.
     """
 
     def __init__(self, pages: int) -> None:
@@ -417,7 +421,7 @@ class Ghost:
         self._heap: list[tuple[int, PageKey]] = []
 
     def ask(self, page: PageKey, value: int, request: int) -> None:
-        """The page is asked for by this request and gets a value."""
+        """Request a page and give it a value."""
         if request != self._request:
             self._request, self._whole = request, True
         self._whole = self._whole and page in self._values
@@ -433,7 +437,7 @@ class Ghost:
 
 
 class Rivals:
-    """A watcher that lets both orders serve the same sample of requests, and says which does better."""
+    """Serves a sample of the requests by both orders in ghost caches, and says which one hits more."""
 
     def __init__(self, session: Session, pages: int) -> None:
         self.follow_session = True
@@ -444,15 +448,15 @@ class Rivals:
         self._fade = 0.5 ** (self._period / max(1, pages) / _FADING)
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """Nothing: the ghosts know what they hold."""
+        """Do nothing: the ghost caches know what they hold."""
 
     def forgotten(self, record: Record, now: int) -> None:
-        """Nothing: the ghosts know what they hold."""
+        """Do nothing: the ghost caches know what they hold."""
 
     def began(self, record: Record, now: int) -> None:
-        """The ghosts are asked for the page too."""
+        """Request the page from the ghost caches."""
         if self._every == 1 or int.from_bytes(record.key[:4]) % self._every == 0:
-            # The same moment for all pages of a request, and tails before heads, as residency has it.
+            # All pages of a request have the same time, and tails come before heads, as in residency.
             request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
             kept = int(self._session.lifetimes.kept[record.kind])
             self._ghost.ask(record.key, ((request + kept) << 32) + place, request)
@@ -465,7 +469,7 @@ class Rivals:
 
 
 class Adaptive(Session):
-    """``session`` or LRU, whichever would hit more often now."""
+    """``session`` or LRU, whichever would hit more often at present."""
 
     def __init__(self, history: History, pages: int) -> None:
         super().__init__(history, pages)
@@ -477,7 +481,7 @@ class Adaptive(Session):
     def _value(self, key: PageKey, record: Record | None) -> int:
         follow_session = self.rivals.follow_session
         if follow_session != self._followed_session:
-            # What the other order had promised counts from its last use only: else pages of the past outlived new ones.
+            # What the other order promised counts from its last use only; otherwise old pages would outlive new ones.
             self._followed_session = follow_session
             self._head_start += self._longest
             self._longest = 0

@@ -1,4 +1,4 @@
-"""The eviction orders and admissions by the names that a configuration gives them, and what they may look at."""
+"""Eviction orders and admission policies by the names used in a configuration."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _MOST_REMEMBERED = 1 << 18
 _HORIZON = 32
 
 WITHOUT_HISTORY = frozenset({"fifo", "lru", "priority", "all"})
-"""Names of those that need to know nothing of pages that are gone."""
+"""Names of those that need no memory of evicted pages."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What orders and admissions may look at. ``doubling_depth``: pages before one that costs twice the first."""
+    """What orders and admissions may use. ``doubling_depth``: pages before a page that costs twice as much as the
+    first.
+    """
 
     history: History
     doubling_depth: float
 
 
 def make_history(names: Iterable[str], pages: int) -> History | None:
-    """A memory for tiers of so many pages in all; None if none of the named needs one.
+    """Return a memory for tiers of ``pages`` pages in total, or None if none of the named policies needs one.
 
-    It remembers 32 times as many pages as the tiers hold, up to 262,144, and twice as many in any case: about 270
-    bytes each.
+    It remembers 32 times as many pages as the tiers hold, up to 262,144, but at least twice as many. A page takes about
+    270 bytes.
     """
     if WITHOUT_HISTORY.issuperset(names):
         return None
@@ -42,15 +44,22 @@ def make_history(names: Iterable[str], pages: int) -> History | None:
 
 
 def make_policy(name: str, known: Known | None = None, pages: int = 1) -> Fifo:
-    """The order a configuration names, for a tier of ``pages``. All but "lru", "fifo" and "priority" need ``known``.
+    """Return the order that a configuration names, for a tier of ``pages``.
 
-    KeyError for a name that is none; ValueError without what it needs.
+    Args:
+        name: Name of the order.
+        known: Needed by all orders but "lru", "fifo" and "priority".
+        pages: Capacity of the tier.
+
+    Raises:
+        KeyError: There is no such order.
+        ValueError: The order needs ``known``.
     """
     return _ORDERS[name](_needed(name, known), pages)
 
 
 def make_admission(name: str, known: Known | None = None) -> Admission:
-    """The admission a configuration names: "all", "second_hit" or "cost"; errors as ``make_policy``."""
+    """Return the admission that a configuration names: "all", "second_hit" or "cost". Errors as in ``make_policy``."""
     return _ADMISSIONS[name](_needed(name, known))
 
 
@@ -77,14 +86,14 @@ _ADMISSIONS: dict[str, Callable[[Known], Admission]] = {
 }
 
 _QUERY_HEADS = 4
-"""Query heads a KV head, where nothing tells: Llama 3 has 4."""
+"""Assumed query heads per KV head. Llama 3 has 4."""
 
 
 def doubling_depth(spec: PageSpec) -> float:
-    """Pages before one that costs twice what the first costs.
+    """Return the number of pages before a page that costs twice as much as the first.
 
-    A token costs about ``24 L d^2`` operations in the layers and ``4 L d t`` in attention over ``t`` tokens, ``d`` the
-    width of the model: equal at ``t = 6 d``. The width is taken as that of the queries.
+    A token costs about ``24 L d^2`` operations in the layers and ``4 L d t`` in attention over ``t`` tokens, where
+    ``d`` is the width of the model; they are equal at ``t = 6 d``. The width is taken to be that of the queries.
     """
     width = spec.num_kv_heads * spec.head_dim * (_QUERY_HEADS if spec.kind == "mha" else 1)
     return 6 * width / spec.page_size
