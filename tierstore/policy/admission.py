@@ -66,7 +66,7 @@ class SecondHit:
 
 
 _SHARE = 0.48
-"""Share of the pages put that is written: half of the bytes of ``all``, since refused pages are put again more often."""
+"""Share of the pages put that is written: half the bytes of ``all``, because refused pages are put again more often."""
 _PERIOD = 64
 """Number of puts after which the kinds are weighed again."""
 _HALF_LIFE = 1 << 13
