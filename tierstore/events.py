@@ -1,4 +1,4 @@
-"""What waits for an event of the caller: slots still written or read by work that was launched and has not ended."""
+"""Actions that wait for an event of the caller: work was launched that still writes or reads their slots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 
 
 class _Deferred(NamedTuple):
-    """``act``: what to do when the event has happened; whether to call it again. ``give_up``: what to do instead when
-    it never will, as its device has failed."""
+    """``act``: what to do when the event has happened; returns whether to call it again.
+
+    ``give_up``: what to do instead if it never will, because its device has failed.
+    """
 
     event: Event
     act: Callable[[], bool]
@@ -33,15 +35,15 @@ class _Deferred(NamedTuple):
 
 
 class PendingEvents:
-    """Directory calls deferred until an event has happened. Used under the store's lock.
+    """Directory calls deferred until an event has happened. Guarded by the store's lock.
 
-    An event that raises belongs to a device that has failed: nothing runs there any more. What it was to write is not
-    there, and is dropped; what it was to read is free.
+    An event that raises belongs to a device that has failed, on which nothing runs any more. Pages that it should have
+    written are dropped; slots that it should have read are free.
     """
 
     def __init__(self, directory: Directory) -> None:
         self.writing: list[Pages] = []
-        """Pages sealed before their bytes are written: each holds a pin."""
+        """Pages sealed before their bytes are written. Each holds a pin."""
         self.retired: list[int] = []
         """Slots given up whose last use has not ended."""
         self._directory = directory
@@ -55,7 +57,7 @@ class PendingEvents:
         return bool(self._waiting)
 
     def poll(self) -> None:
-        """Does what events that have happened allow, a bounded amount."""
+        """Perform what events that have happened allow, a bounded amount per call."""
         if self._waiting:
             self._waiting = [deferred for deferred in self._waiting if _still_waits(deferred)]
 
@@ -69,9 +71,10 @@ class PendingEvents:
         *,
         memory_only: bool = False,
     ) -> list[int]:
-        """``put``: the pages are matchable at once, copies of them start once they are written.
+        """Put pages: they are matchable at once, and copies of them start once they are written.
 
-        The slot of each key now; fewer where the directory's put ended early.
+        Returns:
+            The slot of each key; fewer if the directory's put ended early.
         """
         written = after is None or _happened(after)
         kept, duplicates = self._directory.sealed.put(
@@ -98,13 +101,16 @@ class PendingEvents:
 
     @property
     def all_written(self) -> bool:
-        """Whether no page waits for its writer. May be read without the lock: a page counts before a lease has it."""
+        """Whether no page waits for its writer. May be read without the lock: a page is counted before a lease
+        has it.
+        """
         return not (self._unwritten_pages or self.writing)
 
     def writers(self, lease: LeaseRecord) -> list[Event]:
-        """The events that end the writing of the pages a lease covers and of those sealed under it, each once.
+        """Return the events that end the writing of a lease's pages, covered or sealed under it, without duplicates.
 
-        Empty: all bytes are there. An event of a failed device stays, since its page was never written.
+        An empty list means that all bytes are there. The event of a failed device stays, because its page was never
+        written.
         """
         events = [] if lease.never_written is None else [lease.never_written]
         if not self._writers:
@@ -125,9 +131,15 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> None:
-        """``put`` of an engine's slots, with the page before each: the copy starts once they are written.
+        """Put pages of an engine's slots: they are copied out once ``after`` has happened.
 
-        ``doubted``: they were computed over pages that are not exact.
+        Args:
+            keys: The pages.
+            slots: The engine's slots.
+            after: The event that ends the writing of the slots, or None.
+            memory_only: Keep the pages off disk.
+            parents: The page before each.
+            doubted: The pages were computed over pages that are not exact.
         """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or _happened(after):
@@ -140,7 +152,7 @@ class PendingEvents:
             )
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
-        """``free``: nobody owns the slots from now on; they are reused after the event."""
+        """Free slots, which are reused once the event has happened."""
         self._directory.owned.retire(slots)
         if after is None or _happened(after):
             self._directory.owned.free(slots)
@@ -149,7 +161,7 @@ class PendingEvents:
             self._defer(after, partial(self._freed, slots))
 
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
-        """``release``: ends some pins, or defers that; whether to call again."""
+        """End some pins of a lease, or defer that. Returns whether to call again."""
         if after is None or _happened(after):
             return self._directory.leases.release_some(lease, BATCH_PAGES)
         self._directory.leases.stop_waiting(lease)
@@ -169,16 +181,18 @@ class PendingEvents:
         return False
 
     def _unwritten(self, pages: Pages, event: Event) -> bool:
-        """Nobody knows what these slots hold: where the pages have no other copy they are missing.
+        """Drop pages whose slots have undefined content; without another copy they are missing.
 
-        They are missing for the leases too that have these slots.
+        They are also missing from the leases that have these slots.
         """
         self._directory.drop_unwritten(*pages)
         self._directory.leases.never_written(set(pages[1]), event)
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
-        """Those of ``keys`` whose bytes in HBM are not there yet, and come with another event than ``after``."""
+        """Return those of ``keys`` whose bytes in HBM are not written yet, and come with another event than
+        ``after``.
+        """
         unwritten = self._unwritten_pages
         if not unwritten:
             return set()
@@ -186,7 +200,7 @@ class PendingEvents:
         return {key for key in keys if key in unwritten and not _is(writers.get(unwritten[key]), after)}
 
     def _never_written(self, slots: Sequence[int]) -> bool:
-        """An engine's slots whose pages were never there go back to it."""
+        """Give slots of pages that were never written back to the engine."""
         self._directory.outgoing.give_up(slots)
         return False
 
@@ -204,7 +218,7 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> bool:
-        """The chains among them one after the other, and only then what there is room for: batches stay whole."""
+        """Add the chains one by one; only the last one copies what fits, so batches are not split."""
         starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]
         for start, end in pairwise(starts):
             self._directory.outgoing.add(
@@ -223,17 +237,17 @@ class PendingEvents:
 
 
 def _is(writer: Event | None, after: Event | None) -> bool:
-    """Whether a page is written by the very work of the caller, or has been written by now."""
+    """Return whether the caller's own work writes the page, or it has been written by now."""
     return writer is None or writer is after or _happened(writer)
 
 
 def _happened(event: Event) -> bool:
-    """Whether it has; one that never will has not, and ``poll`` sees to it."""
+    """Return whether the event has happened. For one that never will, ``poll`` acts."""
     return _ask(event) is True
 
 
 def _still_waits(deferred: _Deferred) -> bool:
-    """Does what the event allows, if anything; whether to look again."""
+    """Do what the event allows, if anything. Returns whether to check again."""
     happened = _ask(deferred.event, log=True)
     if happened is None:
         return deferred.give_up()
@@ -243,8 +257,8 @@ def _still_waits(deferred: _Deferred) -> bool:
 def _ask(event: Event, *, log: bool = False) -> bool | None:
     """Return whether the event has happened, or None if ``query`` raised: its device has failed, or it is no event.
 
-    One caller's event must not end the calls of all others, so every error counts. TimeoutError passes: it comes from
-    a signal's handler.
+    Any exception of one caller's event is caught, because it must not end the calls of all others. TimeoutError passes:
+    it comes from a signal handler.
     """
     try:
         return has_happened(event)

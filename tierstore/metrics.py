@@ -1,7 +1,7 @@
-"""What a store says about itself: counters in a registry of its own, ``stats()``, ``explain()`` of one page.
+"""What a store reports about itself: counters in its own registry, ``stats()``, and ``explain()`` for one page.
 
-Names of counters: ``tierstore_<noun>_<unit>_total``. Every page asked of ``acquire`` is counted once, as a hit in
-the tier it was found in or as a miss with its reason, so that hits and misses add up to pages asked.
+Counters are named ``tierstore_<noun>_<unit>_total``. Every page requested by ``acquire`` is counted once, as a hit in
+the tier where it was found or as a miss with its reason, so hits and misses add up to the pages requested.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _WAIT_BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
-    """What one process that holds bytes of pages got of what it asked for. Plain data: it travels between processes.
+    """What one process that holds page bytes got of what it asked for. Plain data that crosses processes.
 
-    ``slow_copies``, ``refused``: why copies take a slower route, why memory is not page-locked; None: they do not, it
-    is. ``disk``: the state of its NVMe tier; None: it has none.
+    Attributes:
+        slow_copies: Why copies use a slower route, or None.
+        refused: Why memory is not page-locked, or None.
+        disk: State of its NVMe tier; None without one.
     """
 
     device: str = "cpu"
@@ -48,22 +50,22 @@ class RankHealth:
     refused: str | None = None
     disk: str | None = None
     faults: int = 0
-    """Unexpected errors in its threads."""
+    """Number of unexpected errors in its threads."""
     stalled_steps: int = 0
-    """Steps of the engine that waited 10 s or longer for copies out of the blocks that they overwrite."""
+    """Number of engine steps that waited 10 s or longer for copies out of the blocks that they overwrite."""
     failed_pages: int = 0
-    """Pages that it did not move."""
+    """Number of pages that it failed to move."""
     open_transfers: int = 0
-    """Transfers that it was given and has not ended."""
+    """Number of transfers that it was given and has not ended."""
 
     @property
     def unpinned_nbytes(self) -> int:
-        """Bytes of host memory that were to be page-locked and are not, or not yet."""
+        """Bytes of host memory that should be page-locked and are not, or not yet."""
         return max(0, self.pin_nbytes - self.pinned_nbytes)
 
     @property
     def troubles(self) -> list[str]:
-        """What lasts until somebody does something about it, in words for a log."""
+        """Problems that last until somebody acts, in words for a log."""
         found = []
         if self.unpinned_nbytes and not self.pinning:
             found.append(
@@ -77,12 +79,12 @@ class RankHealth:
         return found
 
     def stats(self, rank: int) -> dict[str, object]:
-        """For ``TierStore.stats``."""
+        """Return the entry of this rank in ``TierStore.stats``."""
         return {"rank": rank, **asdict(self), "unpinned_nbytes": self.unpinned_nbytes}
 
 
 class _Ranks(Collector):
-    """Figures by rank, looked up at each scrape. ``apart``: the ranks are other processes."""
+    """Figures by rank, read at each scrape. ``apart``: the ranks are other processes."""
 
     def __init__(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
         self._ranks = ranks
@@ -135,7 +137,7 @@ class _Ranks(Collector):
 
 
 class Metrics:
-    """Counts of one store. Written under the store's lock; ``text`` may be called from any thread."""
+    """Counters of one store. Written under the store's lock; ``text`` is thread-safe."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -186,19 +188,19 @@ class Metrics:
         )
 
     def hit(self, tier: Tier, pages: int = 1) -> None:
-        """Pages that an acquire found, in the fastest tier that held them."""
+        """Count pages that an acquire found, by the fastest tier that held them."""
         self._hits.labels(tier.name).inc(pages)
 
     def miss(self, reason: str, pages: int = 1) -> None:
-        """Pages that an acquire could not serve."""
+        """Count pages that an acquire could not serve, by reason."""
         self._misses.labels(reason).inc(pages)
 
     def dropped(self, tier: Tier, reason: str, number: int) -> None:
-        """Copies left a tier. Reason "saved": their pages are still readable elsewhere."""
+        """Count copies that left a tier. Reason "saved" means that the pages are still readable elsewhere."""
         self._dropped.labels(tier.name, reason).inc(number)
 
     def moved(self, transfer: Transfer, ack: Ack, page_nbytes: int) -> None:
-        """A transfer ended."""
+        """Count a transfer that ended."""
         edge = (transfer.src.name, transfer.dst.name)
         self._bytes.labels(*edge).inc(ack.num_ready * page_nbytes)
         self._seconds.labels(*edge).inc(ack.seconds)
@@ -208,37 +210,42 @@ class Metrics:
             self._failures.labels(*edge, "late").inc(len(ack.late))
 
     def hinted(self, result: str) -> None:
-        """A hint was answered."""
+        """Count the answer to a hint."""
         self._hints.labels(result).inc()
 
     def prefetched(self, result: str, nbytes: int) -> None:
-        """A page brought up ahead of need was used ("useful"; "late": on its way still), or left its tier unused
-        ("wasted"; "cancelled": after its hint had ended)."""
+        """Count bytes that were prefetched, by what became of them.
+
+        Args:
+            result: "useful" (used), "late" (requested while in flight), "wasted" (left the tier unused) or "cancelled"
+                (left it unused after the hint had ended).
+            nbytes: Bytes of the page.
+        """
         self._prefetch.labels(result).inc(nbytes)
 
     def avoided(self, seconds: float) -> None:
-        """A lease took in a page of which so much load time had already happened."""
+        """Count load time that was over before a lease took the page."""
         self._avoided.inc(seconds)
 
     def abandoned(self) -> None:
-        """A lease that was dropped without release was taken back."""
+        """Count a lease that was dropped without release and taken back."""
         self._abandoned.inc()
 
     def fault(self) -> None:
-        """An error reached a thread's top; it was logged there."""
+        """Count an error that reached the top of a thread, where it was logged."""
         self._faults.inc()
 
     def waited(self, seconds: float) -> None:
-        """A ``Lease.wait`` returned."""
+        """Count a ``Lease.wait`` and its duration."""
         self._wait.observe(seconds)
 
     def watch_lock(self, elapsed: Callable[[], float], cpu: Callable[[], float]) -> None:
-        """Reports a lock's longest hold, in seconds, from now on: elapsed, and CPU time of its holder."""
+        """Report a lock's longest hold from now on, in seconds: elapsed time, and CPU time of the holder."""
         self._holds.labels("elapsed").set_function(elapsed)
         self._holds.labels("cpu").set_function(cpu)
 
     def watch_pinned(self, nbytes: Callable[[], float]) -> None:
-        """Reports how much of the host tier is page-locked, from now on."""
+        """Report from now on how much of the host tier is page-locked."""
         self._pinned.set_function(nbytes)
 
     def watch_ranks(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
@@ -246,7 +253,7 @@ class Metrics:
         self.registry.register(_Ranks(ranks, apart=apart))
 
     def watch_disk(self, state: Callable[[], str]) -> None:
-        """Reports the state of the NVMe tier from now on, by ``NvmeTier.state``."""
+        """Report the state of the NVMe tier (``NvmeTier.state``) from now on."""
 
         def is_now(name: str) -> float:
             return float(state() == name)
@@ -255,18 +262,22 @@ class Metrics:
             self._disk.labels(name).set_function(partial(is_now, name))
 
     def pages(self, tier: Tier, state: str, number: int) -> None:
-        """Pages of a tier in a state now: free, resident, pinned, owned, quarantined."""
+        """Set the number of a tier's pages in a state: free, resident, pinned, owned or quarantined."""
         self._pages.labels(tier.name, state).set(number)
 
     def admission(self, waiting_pages: int, written: int, left: int | None) -> None:
-        """Pages kept from NVMe now; bytes written there in 24 hours, and left of the budget (None: there is none)."""
+        """Set the pages that admission keeps from NVMe, the bytes written there in 24 hours, and what the budget
+        leaves.
+
+        ``left`` is None without a budget.
+        """
         self._waiting.set(waiting_pages)
         self._budget.labels("written").set(written)
         if left is not None:
             self._budget.labels("left").set(left)
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Totals since open by metric (without the prefix), then by label values joined with ``,``."""
+        """Return the totals since opening by metric (without the prefix), then by label values joined with ``,``."""
         found: dict[str, dict[str, float]] = {}
         for metric in self.registry.collect():
             rows: dict[str, float] = {}
@@ -279,20 +290,24 @@ class Metrics:
         return found
 
     def text(self) -> str:
-        """The Prometheus exposition of all counters."""
+        """Return all counters in the Prometheus text format."""
         return generate_latest(self.registry).decode()
 
 
 def occupancy(directory: Directory, tier: Tier) -> str:
-    """One line for an error message: what the slots of a tier are doing."""
+    """Return a line for an error message: the states of a tier's slots."""
     states = ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
     return f"{states}; {len(directory.leases.open)} leases are open"
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
-    """Copies by tier ("ready" or "arriving", pins), whether the copy in HBM still waits for its writer's event, parent,
-    whether all pages before it are there, whether only memory may hold it, or does until admission wants it on disk,
-    why it went if lately."""
+    """Return what the store knows about one page, for ``TierStore.explain``.
+
+    Returns:
+        Copies by tier ("ready" or "arriving", and pins); whether the HBM copy still waits for its writer's event; the
+            parent; whether all pages before it exist; whether it may only be in memory, or is until admission wants it
+            on disk; and why it was evicted, if recently.
+    """
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
         for tier, table in directory.residency.tables.items()
@@ -316,22 +331,22 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
 
 
 def held_or_retained(directory: Directory) -> list[PageKey]:
-    """Keys under a lease or a retain hint, each once, wherever their pages are."""
+    """Return the keys under a lease or a retain hint, without duplicates, whichever tiers have their pages."""
     held = [key for lease in directory.leases.open for key, _ in lease.held]
     leased = [key for lease in directory.leases.open for key in lease.keys[: len(lease.slots)]]
     return list(dict.fromkeys([*held, *leased, *directory.hints.keys_retained]))
 
 
 def of_hbm(directory: Directory, keys: Sequence[PageKey]) -> list[PageKey]:
-    """Those of which HBM has a copy, or will once a load has ended."""
+    """Return those of ``keys`` that HBM holds, or will hold when a load has ended."""
     table = directory.residency.tables.get(Tier.HBM)
     return [] if table is None else [key for key in keys if key in table.copies]
 
 
 def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
-    """Everything ``TierStore.stats`` returns; plain data.
+    """Return everything that ``TierStore.stats`` returns, as plain data.
 
-    Where other processes hold the bytes, "hbm" and "host" are those of all ranks together, and "ranks" has each.
+    If other processes hold the bytes, "hbm" and "host" are totals over all ranks, and "ranks" lists each.
     """
     directory, layout = parts.directory, parts.layout
     ranks = {} if parts.ranks is None else parts.ranks()
@@ -366,7 +381,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
 
 
 def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
-    """Devices and routes of all ranks, each once, under the keys of ``HbmDevice.stats``."""
+    """Return devices and routes of all ranks, without duplicates, under the keys of ``HbmDevice.stats``."""
     if not ranks:
         return {}
     slow = {rank: found.slow_copies for rank, found in ranks.items()}
@@ -380,7 +395,7 @@ def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
 def _host_of(
     ranks: Mapping[int, RankHealth], config: StoreConfig, held: HostFormat
 ) -> dict[str, object] | None:
-    """Host memory of all ranks together, under the keys of ``HostArena.stats``; None: there is none."""
+    """Return the host memory of all ranks in total, under the keys of ``HostArena.stats``; None if there is none."""
     if not ranks or config.host is None:
         return None
     return {
@@ -395,12 +410,12 @@ def _host_of(
 
 
 def _reasons(by_rank: Mapping[int, str | None]) -> str | None:
-    """One line that names every rank that has a reason."""
+    """Return one line that names every rank with a reason."""
     return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(by_rank.items()) if why) or None
 
 
 def _admission(directory: Directory, page_nbytes: int, metrics: Metrics) -> dict[str, object]:
-    """What admission kept from the disk since open, and the budget of writes."""
+    """Return what admission has kept from the disk since opening, and the state of the write budget."""
     refused = directory.drops.refused
     found = directory.admission.stats()
     metrics.admission(found["waiting_pages"] or 0, found["written_last_24h"] or 0, found["left_today"])

@@ -1,7 +1,7 @@
-"""The mover: carries out transfers with the tiers' bytes and reports what became of them. No residency, no policy.
+"""The mover: executes transfers between the tiers and reports their results. It knows no residency and no policy.
 
-``Mover`` is what a directory's decisions are handed to. ``LocalMover`` moves the bytes of this process; ``ranks.Ranks``
-has them moved by other processes.
+``Mover`` is the protocol that receives a directory's decisions. ``LocalMover`` moves the bytes of this process;
+``ranks.Ranks`` has other processes move theirs.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ if TYPE_CHECKING:
 
 
 _GRACE_S = 0.5
-"""Within this an idle thread ends for certain."""
+"""Longest time until an idle thread has ended."""
 
 
 class SlotBytes(Protocol):
     """A tier whose slots are memory."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """The slot's page in place, flat uint8."""
+        """Return the slot's page in place, as flat uint8."""
         ...
 
 
 class Settled(Protocol):
-    """As much of a ``threading.Event`` as somebody needs who looks at it again and again."""
+    """The part of ``threading.Event`` that a polling caller needs."""
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
         ...
 
 
 class SyncMark(Protocol):
-    """A mark in the queue of a record tier. ``done``: everything submitted before is settled. ``synced``: the writes
-    that succeeded are durable then. ``ok``: the erases too.
+    """A mark in the queue of a record tier.
+
+    Attributes:
+        done: Everything submitted before it is settled.
+        synced: Then: the writes that succeeded are durable.
+        ok: Then: the erases are durable, too.
     """
 
     @property
@@ -62,31 +66,31 @@ class RecordTier(Protocol):
     """A tier that keeps pages by key, behind queues."""
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Stores pages; never blocks; the views belong to the transfer until its ack."""
+        """Store pages. Never blocks; the views belong to the transfer until its ack."""
         ...
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Fetches and verifies pages; never blocks; the views belong to the transfer until its ack."""
+        """Fetch and verify pages. Never blocks; the views belong to the transfer until its ack."""
         ...
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Removes records, in order with the writes around it."""
+        """Remove records, ordered with the writes around the call."""
         ...
 
     def poll(self) -> list[Ack]:
-        """Transfers that ended since the last call."""
+        """Return the transfers that ended since the last call."""
         ...
 
     def sync(self, timeout_s: float) -> bool:
-        """Whether everything submitted before is durable, or acked as failed, in time."""
+        """Return whether everything submitted before became durable, or was acked as failed, in time."""
         ...
 
     def begin_sync(self) -> SyncMark:
-        """A mark behind everything submitted so far; never blocks."""
+        """Mark the queue behind everything submitted so far. Never blocks."""
         ...
 
     def give_up_waiting(self) -> None:
-        """Somebody stops waiting for a mark: the tier's state says so until it moves again."""
+        """Report that a caller stopped waiting for a mark: the tier's state shows it until the tier makes progress."""
         ...
 
     @property
@@ -96,28 +100,28 @@ class RecordTier(Protocol):
 
     @property
     def progress(self) -> object:
-        """Differs from an earlier value if the tier has written something in between."""
+        """A value that changes when the tier has written something."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the tier; whether its threads ended in time."""
+        """Close the tier. Returns whether its threads ended in time."""
         ...
 
 
 class Mover(Protocol):
-    """Carries out what a directory has decided. One thread at a time; nothing blocks but ``close``."""
+    """Executes a directory's decisions. Not thread-safe; only ``close`` blocks."""
 
     def submit(self, command: Transfer | Erase) -> None:
-        """Start one command. Commands take effect in the order in which they are submitted."""
+        """Start a command. Commands take effect in the order of submission."""
         ...
 
     @property
     def polled(self) -> bool:
-        """Whether something is in flight whose end wakes nobody, so that ``poll`` has to be called to see it."""
+        """Whether something in flight ends without waking anybody, so ``poll`` must be called to notice."""
         ...
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far copies of this layer into these HBM slots are."""
+        """Return how far copies of this layer into these HBM slots have come."""
         ...
 
     def poll(self) -> list[Ack]:
@@ -125,11 +129,13 @@ class Mover(Protocol):
         ...
 
     def begin_sync(self) -> SyncMark | None:
-        """Return a mark behind all records submitted so far, or None if there are no records here."""
+        """Return a mark behind all records submitted so far, or None if no records are kept here."""
         ...
 
     def give_up_waiting(self) -> None:
-        """Somebody stops waiting for a mark: the record tiers say so in their state until they move again."""
+        """Report that a caller stopped waiting for a mark: the record tiers' state shows it until they make
+        progress.
+        """
         ...
 
     @property
@@ -139,19 +145,21 @@ class Mover(Protocol):
 
     @property
     def progress(self) -> object:
-        """A value that differs from an earlier one if a record was written or erased in between."""
+        """A value that changes when a record was written or erased."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End all threads and tiers. Return whether they ended in time."""
+        """End all threads and tiers. Returns whether they ended in time."""
         ...
 
 
 class LocalMover:
     """Moves the bytes of this process's tiers.
 
-    ``memory`` are the tiers whose slots are plain memory, ``records`` those that keep pages by key. ``copies`` moves
-    pages between HBM and host memory; None until an engine registers its own HBM.
+    Args:
+        memory: Tiers whose slots are plain memory.
+        records: Tiers that keep pages by key.
+        copies: Moves pages between HBM and host memory; None until an engine registers its own HBM.
     """
 
     def __init__(
@@ -167,11 +175,11 @@ class LocalMover:
         """Transfers between two record tiers, by id."""
 
     def attach(self, copies: CopyEngine) -> None:
-        """Use this copy engine, for HBM slots that an engine registered after open."""
+        """Use this copy engine, for HBM slots that an engine registered after opening."""
         self._copies = copies
 
     def submit(self, command: Transfer | Erase) -> None:
-        """Start one command; never blocks."""
+        """Start a command. Never blocks."""
         if isinstance(command, Erase):
             self._records[command.tier].submit_erase(command.keys)
             return
@@ -190,11 +198,13 @@ class LocalMover:
 
     @property
     def polled(self) -> bool:
-        """Whether the copy engine has something in flight whose end wakes nobody."""
+        """Whether the copy engine has something in flight that ends without waking anybody."""
         return self._copies is not None and self._copies.polled
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far copies of this layer into these HBM slots are; other routes into HBM tell only their end."""
+        """Return how far copies of this layer into these HBM slots have come; other routes into HBM report only
+        their end.
+        """
         return NOT_YET if self._copies is None else self._copies.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
@@ -211,7 +221,7 @@ class LocalMover:
         return marks[0] if len(marks) == 1 else _Marks(marks) if marks else None
 
     def give_up_waiting(self) -> None:
-        """Somebody stops waiting for records to be written."""
+        """Report that a caller stopped waiting for records to be written."""
         for records in self._records.values():
             records.give_up_waiting()
 
@@ -222,13 +232,13 @@ class LocalMover:
 
     @property
     def progress(self) -> object:
-        """A value that differs from an earlier one if a record was written or erased in between."""
+        """A value that changes when a record was written or erased."""
         return [records.progress for records in self._records.values()]
 
     def close(self, timeout_s: float) -> bool:
-        """End copy engine and tiers. Return whether all threads ended in time; a stuck thread is left behind.
+        """End the copy engine and the tiers. Returns whether all threads ended in time; a stuck thread is left behind.
 
-        Each gets a moment even when the time is up: one stuck thread must not keep the directory locked.
+        Each gets a moment even when the time is up, so that one stuck thread does not keep the directory locked.
         """
         deadline = monotonic() + timeout_s
         ended = self._copies is None or self._copies.close(max(_GRACE_S, timeout_s))
@@ -237,11 +247,11 @@ class LocalMover:
         return ended
 
     def _page_nbytes(self) -> int:
-        """Size of a page as record tiers take it: that of the slowest memory, from which pages are spilled."""
+        """Return the page size of record tiers: that of the slowest memory tier, from which pages are spilled."""
         return self._memory[max(self._memory)].view(0).nbytes
 
     def _relayed(self, tier: Tier, acks: list[Ack]) -> list[Ack]:
-        """Take out the acks that are steps of relays. Return the others, and those of relays that ended."""
+        """Remove the acks that are steps of relays. Returns the other acks, and those of relays that ended."""
         found: list[Ack] = []
         for ack in acks:
             relay = self._relays.get(ack.transfer_id)
@@ -255,7 +265,7 @@ class LocalMover:
 
 
 class _Marks:
-    """The marks of several record tiers as one."""
+    """Several record tiers' marks, as one."""
 
     def __init__(self, marks: Sequence[SyncMark]) -> None:
         self._marks = marks
@@ -277,14 +287,14 @@ class _Marks:
 
 
 _OF_THE_WRITER = frozenset({Failure.NO_SPACE, Failure.UNFIT, Failure.CLOSED, Failure.UNAVAILABLE})
-"""Failures of a write that a directory does not take for failures of the record that was read."""
+"""Failures of a write that the directory does not count as failures of the record that was read."""
 
 
 class _Relay:
-    """One transfer from a record tier to another, through memory: pages are read, then those that came are written.
+    """A transfer from one record tier to another through memory: pages are read, and those that arrive are written.
 
-    Pages whose read is late are reported as late once the others are written. They are the transfer from then on, and
-    go the same way when their read has ended.
+    Pages whose read is late are reported as late once the others are written. They form the transfer from then on, and
+    are written when their read has ended.
     """
 
     def __init__(self, transfer: Transfer, src: RecordTier, dst: RecordTier, page_nbytes: int) -> None:
@@ -303,7 +313,7 @@ class _Relay:
         return not self._pages
 
     def take(self, tier: Tier, ack: Ack) -> list[Ack]:
-        """Take in the end of a read or of a write. Return what the directory is to know of the whole transfer."""
+        """Process the end of a read or a write. Returns what the directory must know about the whole transfer."""
         if tier == self._transfer.dst:
             return self._written(ack)
         if self._read is not None:
@@ -321,7 +331,7 @@ class _Relay:
         return []
 
     def _came(self, read: Ack) -> list[int]:
-        """Return the positions of the pages that a read has brought."""
+        """Return the positions of the pages that a read delivered."""
         if not read.ok and not read.failures:
             return []
         lost = {*(i for i, _ in read.failures), *read.late}

@@ -1,7 +1,7 @@
-"""A directory whose movers are in other processes, one a rank: what they have opened, one answer out of all of theirs.
+"""A directory whose movers are other processes, one per rank: it combines what they opened and what they answer.
 
-Every rank holds its own shard of each page in slots of the same numbers, so one transfer serves all of them, and a page
-exists where all ranks have it. Only plain data crosses; how it travels is the caller's.
+Each rank holds its own shard of every page in slots with the same numbers, so one transfer serves all ranks, and a page
+exists where all ranks have it. Only plain data crosses processes; transporting it is the caller's business.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _log = logging.getLogger("tierstore.apart")
 Record = tuple["PageKey", "PageKey | None", int]
 
 _SAYS_NOTHING = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
-"""Of the page: what another rank found counts more."""
+"""Failures of one rank's part of a page. What another rank found has precedence."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What one rank has opened: slots of the engine's and of host memory, and the disk, None: there is none."""
+    """What one rank has opened: the engine's slots, slots of host memory, and the disk, or None without one."""
 
     num_slots: int
     host_slots: int
@@ -47,14 +47,14 @@ class Opened:
 
 @dataclass(frozen=True)
 class Disk:
-    """A rank's NVMe tier: its sizes, and key, parent and bytes of what was there at open."""
+    """A rank's NVMe tier: its sizes, and key, parent and bytes of each record found at opening."""
 
     record_nbytes: int
     budget_nbytes: int
     found: Sequence[Record]
 
     def records(self) -> Iterable[Record]:
-        """What is there."""
+        """Return the records found at opening."""
         return self.found
 
 
@@ -65,13 +65,14 @@ class _Host:
 
 
 class Ranks:
-    """A ``Mover`` of many: what it is given waits in ``take`` for whoever carries it to all ranks, their acks come by
-    ``deliver``. One thread at a time, as for any mover.
+    """A ``Mover`` for many ranks. Not thread-safe, like any mover.
+
+    Commands wait in ``take`` until the caller carries them to all ranks; ``deliver`` brings the acks back.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.records: Collection[Tier] = ()
-        """The tiers that keep records: one that only some ranks have written is erased on all."""
+        """The tiers that keep records. A record that only some ranks have written is erased on all."""
         self._num_ranks = num_ranks
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
@@ -80,15 +81,18 @@ class Ranks:
         self._failed = [0] * num_ranks
 
     def hear(self, rank: int, health: RankHealth) -> None:
-        """Take in a rank's health; a warning names what is wrong now and was not before."""
+        """Update a rank's health. Warns about problems that are new."""
         before = self._health.get(rank)
-        self._health = {**self._health, rank: health}  # a scrape may be looking at the other one
+        self._health = {
+            **self._health,
+            rank: health,
+        }  # a new mapping, because a scrape may be reading the old one
         for trouble in health.troubles:
             if before is None or trouble not in before.troubles:
                 _log.warning("rank %d: %s", rank, trouble)
 
     def health(self) -> dict[int, RankHealth]:
-        """Return every rank's health as it was heard last, with what is known here of its transfers. Any thread."""
+        """Return every rank's last reported health, with what is known here about its transfers. Thread-safe."""
         merging = list(self._merging.values())
         return {
             rank: replace(
@@ -100,18 +104,18 @@ class Ranks:
         }
 
     def submit(self, command: Transfer | Erase) -> None:
-        """Queues it for all ranks."""
+        """Queue a command for all ranks."""
         if isinstance(command, Transfer):
             self._merging[command.id] = _Merging.of(command, self._num_ranks)
         self._outbox.append(command)
 
     def take(self) -> list[Transfer | Erase]:
-        """What all ranks are to do next, in this order; each command once."""
+        """Return the commands for all ranks, in order. Each is returned once."""
         commands, self._outbox = self._outbox, []
         return commands
 
     def deliver(self, rank: int, acks: Iterable[Ack]) -> None:
-        """What a rank has done. A record that some ranks have and others not is removed from all."""
+        """Process a rank's acks. A record that only some ranks have is removed from all."""
         for ack in acks:
             merging = self._merging[ack.transfer_id]
             self._failed[rank] += merging.take(rank, ack)
@@ -126,48 +130,50 @@ class Ranks:
 
     @property
     def polled(self) -> bool:
-        """Never: acks are delivered."""
+        """Always False, because acks are delivered."""
         return False
 
     @property
     def waiting(self) -> bool:
-        """Whether something waits to be carried to the ranks, or for their answer."""
+        """Whether commands wait to be carried to the ranks, or for their answer."""
         return bool(self._outbox or self._merging)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Nothing is known of it until it ends."""
+        """Return that nothing is known until the transfer ends."""
         return NOT_YET
 
     def poll(self) -> list[Ack]:
-        """Transfers that have ended on all ranks since the last call."""
+        """Return the transfers that have ended on all ranks since the last call."""
         acks = list(self._acks)
         self._acks.clear()
         return acks
 
     def begin_sync(self) -> SyncMark | None:
-        """None: records are written, and waited for, in the ranks' processes."""
+        """Return None: records are written, and waited for, in the ranks' processes."""
         return None
 
     def give_up_waiting(self) -> None:
-        """Nothing: nobody waits here."""
+        """Do nothing: nobody waits here."""
 
     @property
     def pending_erases(self) -> int:
-        """0: what the ranks have still to erase is not known here."""
+        """Always 0: this process does not know what the ranks must still erase."""
         return 0
 
     @property
     def progress(self) -> object:
-        """None: what the ranks write between two acks is not known here."""
+        """Always None: this process does not know what the ranks write between two acks."""
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """True: nothing runs here."""
+        """Return True: nothing runs here."""
         return True
 
 
 def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
-    """What all ranks' disks hold, at the size of the largest; and the keys that only some have, to be erased."""
+    """Return what all ranks' disks hold, with the largest record size, and the keys that only some have, to be
+    erased.
+    """
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in disk.found} for disk in disks]
     first, *others = by_rank
     found = [
@@ -182,9 +188,10 @@ def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
 
 
 def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Opened], ranks: Ranks) -> Parts:
-    """The parts of a store that decides here what ``ranks`` do, for an engine that owns HBM. It opens nothing.
+    """Build a store that decides here what ``ranks`` do, for an engine that owns HBM. Opens nothing.
 
-    ConfigError unless all ranks have opened the same.
+    Raises:
+        ConfigError: The ranks have opened different sizes.
     """
     sizes = {(rank.num_slots, rank.host_slots, rank.disk is None) for rank in opened}
     if len(sizes) != 1:
@@ -213,20 +220,20 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
 
 @dataclass(slots=True)
 class _Merging:
-    """One transfer on its way through all ranks. Places are positions in it as it was submitted."""
+    """One transfer on its way through all ranks. Places are positions in the transfer as submitted."""
 
     transfer: Transfer
     current: list[int]
     """Places that are not settled: what the directory's transfer consists of now."""
     open_by_rank: list[list[int]]
     outcomes: list[dict[int, Failure | int]]
-    """Of each rank by place: why the page failed, or its bytes."""
+    """Result by place, for each rank: the reason why the page failed, or its bytes."""
     told: set[int] = field(default_factory=set)
     late: bool = False
-    """Whether the places left were told to be late."""
+    """Whether the remaining places were reported as late."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
-    """Of the last answer: pages that have arrived on some ranks and not on all."""
+    """Pages of the last answer that have arrived on some ranks and not on all."""
 
     @classmethod
     def of(cls, transfer: Transfer, ranks: int) -> _Merging:
@@ -234,11 +241,11 @@ class _Merging:
         return cls(transfer, places, [list(places) for _ in range(ranks)], [{} for _ in range(ranks)])
 
     def waits_for(self, rank: int) -> bool:
-        """Whether the rank has still to say what became of some of the pages."""
+        """Return whether the rank has not reported the result of every page."""
         return rank not in self.told or bool(self.open_by_rank[rank])
 
     def take(self, rank: int, ack: Ack) -> int:
-        """Takes in what a rank says; returns how many pages it did not move."""
+        """Process a rank's ack. Returns how many pages it failed to move."""
         places, late = self.open_by_rank[rank], set(ack.late)
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -254,7 +261,9 @@ class _Merging:
         return len(failures)
 
     def answer(self) -> Ack | None:
-        """The ack of all ranks, None: not yet. Pages that a rank tells late are late, once all ranks have answered."""
+        """Return the ack for all ranks, or None if it is not due. Pages late on one rank are late once all have
+        answered.
+        """
         late = [i for i, place in enumerate(self.current) if any(place not in o for o in self.outcomes)]
         if len(self.told) < len(self.outcomes) or (self.late and late):
             return None
