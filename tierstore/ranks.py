@@ -86,7 +86,7 @@ class Ranks:
         self._health = {
             **self._health,
             rank: health,
-        }  # a new mapping, because a scrape may be reading the old one
+        }  # a scrape may be reading the old mapping
         for trouble in health.troubles:
             if before is None or trouble not in before.troubles:
                 _log.warning("rank %d: %s", rank, trouble)
