@@ -1,4 +1,4 @@
-"""Several sequences at once: batches, several answers to one prompt, beams. All equal plain transformers."""
+"""Several sequences at once: batches, several answers to one prompt, and beams. Results equal plain transformers."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Layout of the tier's home directory: file names, markers, one sub-directory per (fingerprint, shard).
 
     home/                      0700; written only if it was empty or is one of ours
-    tierstore-home.json      the marker
-    <fingerprint>-<shard>.lock
-    <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept there, and a marker that describes
-    the model and says which of the two it is
-    <fingerprint>-<shard>.damaged-<n>/   set aside because it was found damaged; only purge deletes it
-    *.damaged-<n>            a marker or a lock file that could not be used
+      tierstore-home.json      the marker
+      <fingerprint>-<shard>.lock
+      <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept there, and a marker that describes
+                               the model and says which of the two it is
+      <fingerprint>-<shard>.damaged-<n>/   set aside because it was found damaged; only purge deletes it
+      *.damaged-<n>            a marker or a lock file that could not be used
 
 Files that TierStore does not know are never touched. Standard library only, because the process that examines a
 directory before opening imports this module.

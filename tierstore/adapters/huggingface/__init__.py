@@ -5,13 +5,15 @@
         with TierStoreCache(store, input_ids, attention_mask, model=model) as cache:
             model.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache})
 
-Importing this package registers the attention function "tierstore" with transformers. For models with K and V per head
-(MHA, GQA, MQA), full attention and sliding windows: batches, several answers to a prompt, beams, assisted decoding.
+Importing this package registers the attention function "tierstore" with transformers. It serves models with K and V per
+head (MHA, GQA, MQA), full attention and sliding windows: batches, several answers to a prompt, beams and assisted
+decoding.
 
-Bottom up: ``identity`` (whose pages they are; ``inventory`` finds all that decides it), ``request`` (options, prompts,
-pages), ``prefix`` (the stored prefix of a prompt), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads
-them), ``model_spec`` (what the pages of a model look like), ``forward_args`` (what a model is fed), ``hooks`` (what
-is on a user's model while a cache is open), ``cache`` (what transformers sees), ``session`` (chats).
+The modules, bottom up: ``identity`` (whether pages belong to a model; ``inventory`` finds everything that decides it),
+``request`` (options, prompts, pages), ``prefix`` (the stored prefix of a prompt), ``sequence`` (one row), ``batch``
+(all rows), ``attention`` (reads the rows' pages), ``model_spec`` (the geometry of a model's pages), ``forward_args``
+(what a model is fed), ``hooks`` (what is attached to a user's model while a cache is open), ``cache`` (what
+transformers sees) and ``session`` (chats).
 """
 
 from __future__ import annotations

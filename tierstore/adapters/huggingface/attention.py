@@ -1,8 +1,8 @@
-"""Attention that reads K and V where they are: in the store's pages, a group of pages at a time.
+"""Attention that reads K and V in place, from the store's pages, one group of pages at a time.
 
-On a card the kernels of ``tierstore.gpu.attention`` compute it (``Plans``). Elsewhere groups are merged by an online
-softmax, so the memory of a call is bounded whatever the length of the context, and no copy of the context outlives a
-group. A prompt without a reused prefix is plain SDPA over its own K and V.
+On a GPU the kernels of ``tierstore.gpu.attention`` compute it (``Plans``). Otherwise groups are merged by an online
+softmax, so the memory of a call is bounded for any context length, and no copy of the context outlives a group. A
+prompt without a reused prefix is plain SDPA over its own K and V.
 """
 
 # torch leaves some of its functions untyped:
@@ -31,10 +31,10 @@ from tierstore.gpu.attention.page_table import DTYPES
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 
 ATTENTION = "tierstore"
-"""The name to give as ``attn_implementation``."""
+"""The value for ``attn_implementation``."""
 
 HANDLE = "tierstore_layer"
-"""The keyword under which ``TierStoreLayer.update`` hands itself to the attention function."""
+"""The keyword by which ``TierStoreLayer.update`` passes itself to the attention function."""
 
 KEYS_AT_ONCE = 1024
 QUERIES_AT_ONCE = 256
@@ -59,10 +59,10 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keywords of an attention call that change nothing of what is computed. With pages every other one is refused."""
+"""Keywords of an attention call that do not change the result. With pages all others are refused."""
 
 NEW_FROM = 4096
-"""Tokens of a prompt without a prefix from which the kernels' cuDNN is the faster one. Not tuned."""
+"""Prompt length in tokens, without a prefix, from which cuDNN in the kernels is faster. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Kind:
 
 @dataclass(slots=True)
 class _Planned:
-    """The wrappers of one kind of layer, and which of them is planned for the pass under way."""
+    """The wrappers for one kind of layer, and which of them is planned for the current pass."""
 
     decode: PagedDecode
     prefill: PagedPrefill
@@ -88,25 +88,31 @@ class _Planned:
 
 @dataclass(slots=True)
 class Plans:
-    """Of one cache. For one thread at a time."""
+    """The attention kernels of one cache and their plans. Not thread-safe."""
 
     device: torch.device
     backend: Backend = "auto"
-    """Other than "auto" for tests without a card."""
+    """Set to another value than "auto" only by tests without a GPU."""
     _kinds: dict[_Kind, _Planned] = field(default_factory=dict)
 
     def renew(self) -> None:
-        """Another forward pass begins: what was planned is over."""
+        """Begin another forward pass: discard the plans."""
         for planned in self._kinds.values():
             planned.now = None
 
     def suits(self, dtype: torch.dtype) -> bool:
-        """Whether kernels compute this here."""
+        """Return whether kernels can compute this here."""
         return (self.device.type == "cuda" or self.backend != "auto") and dtype in DTYPES
 
     def takes_new(self, query: torch.Tensor, window: int | None) -> bool:
-        """Whether kernels are as good as torch's for a prompt without a prefix, ``[num_heads, q, head_dim]``: on
-        Hopper torch takes the slower of its two by itself."""
+        """Return whether the kernels are at least as fast as torch for a prompt without a prefix.
+
+        On Hopper torch by itself chooses the slower of its two kernels.
+
+        Args:
+            query: ``[num_heads, q, head_dim]``.
+            window: Tokens that a query sees, its own included; None for all.
+        """
         half = query.dtype in (torch.bfloat16, torch.float16)
         wide = query.shape[1] >= NEW_FROM and query.shape[2] <= 128
         return half and wide and window is None and self.suits(query.dtype)
@@ -121,8 +127,10 @@ class Plans:
     ) -> list[torch.Tensor]:
         """Return causal attention of each row's new tokens over its pages, ``[q, num_heads, head_dim]`` each.
 
-        ``queries``: ``[num_heads, q, head_dim]`` of each row, q at least 1; ``spans``: the same in all layers of a
-        pass that have this shape and window. ``pages``: one layer of all pages.
+        Args:
+            queries: ``[num_heads, q, head_dim]`` for each row, with q at least 1.
+            spans: The same in all layers of a pass that have this shape and window.
+            pages: One layer of all pages.
         """
         first = queries[0]
         kind = _Kind(first.shape[0], pages.shape[3], first.shape[2], window, scale, first.dtype)
@@ -164,14 +172,14 @@ def _plan(
 
 
 class SlidingMask(torch.Tensor):
-    """What stands for the mask of a causal sliding window, ``[rows, keys]``: the attention function alone reads it.
+    """Stand-in for the mask of a causal sliding window, ``[rows, keys]``, that only our attention function reads.
 
-    It holds no mask, so a model that makes another mask of it gets a ValueError, never wrong numbers.
+    It holds no mask values, so a model that derives another mask from it gets a ValueError, never wrong numbers.
     """
 
     window: int
     padding: torch.Tensor | None
-    """The 2D mask of the call; None: nothing is hidden."""
+    """The 2D mask of the call; None if nothing is hidden."""
 
     @classmethod
     def of(cls, seen: torch.Tensor, window: int, padding: torch.Tensor | None) -> SlidingMask:
@@ -184,7 +192,7 @@ class SlidingMask(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape, dtype and device; ValueError for all that makes another mask of it."""
+        """Answer questions about shape, dtype and device. ValueError for everything that derives another mask."""
         if func in _COPIES:
             return args[0]
         found: Any = NotImplemented
@@ -199,21 +207,21 @@ class SlidingMask(torch.Tensor):
 
 
 _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.clone, torch.Tensor.detach})
-"""Calls by which transformers prepares a mask without changing what it says."""
+"""Calls by which transformers prepares a mask without changing its meaning."""
 
 
 class OpaqueTensor(torch.Tensor):
-    """K or V of the new tokens, as ``TierStoreLayer.update`` returns it: the attention function alone reads it.
+    """K or V of the new tokens as ``TierStoreLayer.update`` returns it, readable only by our attention function.
 
-    The model has the K and V of all tokens nowhere. So whatever it computes with these, writes into them or makes of
-    them would be other than with another cache: ValueError.
+    The model does not have the K and V of all tokens, so whatever it computed from these, or wrote into them, would
+    differ from the result with another cache. All of that raises ValueError.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape, dtype and device; ValueError for everything else."""
+        """Answer questions about shape, dtype and device. ValueError for everything else."""
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -246,35 +254,35 @@ _QUESTIONS = frozenset(
     }
 )
 _UNCHANGED = frozenset({torch.Tensor.contiguous, torch.Tensor.to})
-"""Calls that return the very tensor where there is nothing to do."""
+"""Calls that return the tensor itself if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """K and V as ``TierStoreLayer.update`` returned them: the very objects, not yet written to."""
+    """K and V as ``TierStoreLayer.update`` returned them: the same objects, not written to."""
 
     keys: OpaqueTensor
     values: OpaqueTensor
     plain: tuple[torch.Tensor, torch.Tensor]
-    """The same, for the attention function."""
+    """The same K and V, for the attention function."""
     versions: tuple[int, int]
 
     @classmethod
     def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> Handed:
-        """Return aliases of these tensors, so that what did not come from ``update`` is told apart."""
+        """Return aliases of these tensors, to recognize tensors that did not come from ``update``."""
         keys, values = key_states.as_subclass(OpaqueTensor), value_states.as_subclass(OpaqueTensor)
         versions = version_of(key_states), version_of(value_states)
         return cls(keys, values, (key_states, value_states), versions)
 
     def is_whole(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether these are the same objects, and nobody wrote into them since."""
+        """Return whether these are the same objects, and nobody has written into them since."""
         same = keys is self.keys and values is self.values
         key_states, value_states = self.plain
         return same and (version_of(key_states), version_of(value_states)) == self.versions
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The count of writes in place; tensors of inference mode have none."""
+    """Return the number of in-place writes. Tensors of inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -288,17 +296,17 @@ class PagedLayer(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Tokens a query sees, its own included; None: all before it."""
+        """Tokens that a query sees, its own included; None for all before it."""
         ...
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Of each row: which tokens the forward pass under way computes, and its block table."""
+        """For each row: the tokens that the current forward pass computes, and its block table."""
         ...
 
     @property
     def plans(self) -> Plans:
-        """The card's kernels, as planned for the forward pass under way."""
+        """The kernels, as planned for the current forward pass."""
         ...
 
     @property
@@ -311,7 +319,7 @@ class PagedLayer(Protocol):
         ...
 
     def mark_read(self) -> None:
-        """The attention function reads this layer from the pages."""
+        """Note that the attention function reads this layer from the pages."""
         ...
 
 
@@ -323,13 +331,16 @@ def attend_pages(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of the last tokens of one sequence over what it sees of itself. Changes nothing.
+    """Return causal attention of the last tokens of one sequence over its visible tokens. Changes nothing.
 
-    ``query``: ``[num_heads, q, head_dim]``, the last ``q`` of ``num_tokens`` tokens;
-    ``pages``: one layer of all pages, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``;
-    ``slots``: int64 ``[ceil(num_tokens / page_size)]`` or longer, the sequence's block table;
-    ``window``: tokens a query sees, its own included; None: all. Pages behind every window are not touched.
-    Returns ``[q, num_heads, head_dim]`` in the dtype of ``query``; sums are in float32 or wider.
+    Args:
+        query: ``[num_heads, q, head_dim]``, the last ``q`` of ``num_tokens`` tokens.
+        pages: One layer of all pages, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``.
+        slots: The sequence's block table, int64 ``[ceil(num_tokens / page_size)]`` or longer.
+        window: Tokens that a query sees, its own included; None for all. Pages behind every window are not read.
+
+    Returns:
+        ``[q, num_heads, head_dim]`` in the dtype of ``query``. Sums are in float32 or wider.
     """
     width = query.shape[1]
     blocks = []
@@ -347,7 +358,7 @@ def _attend_block(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """``query`` ``[num_heads, w, head_dim]``, its first row at ``position`` of the sequence -> the same shape."""
+    """Compute ``query`` ``[num_heads, w, head_dim]``, whose first row is at ``position`` -> the same shape."""
     page_size, num_kv_heads = pages.shape[2], pages.shape[3]
     heads, width, dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -365,7 +376,7 @@ def _attend_block(
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        # A row that sees nothing yet (its window begins in a later group) has no finite maximum.
+        # A row that sees nothing yet, because its window begins in a later group, has no finite maximum.
         floor = new_top.masked_fill(new_top == -torch.inf, 0.0)
         weights, decay = scores.sub_(floor).exp_(), (top - floor).exp_()
         total = total * decay + weights.sum(-1, keepdim=True)
@@ -375,7 +386,7 @@ def _attend_block(
 
 
 def _gather(pages: torch.Tensor, slots: torch.Tensor, plane: int, num_tokens: int) -> torch.Tensor:
-    """One plane (K or V) of some pages: ``[num_kv_heads, num_tokens, head_dim]``, a view of one gathered buffer."""
+    """Return K or V of some pages, ``[num_kv_heads, num_tokens, head_dim]``, as a view of one gathered buffer."""
     rows = pages[:, plane].index_select(0, slots)
     return rows.flatten(0, 1)[:num_tokens].transpose(0, 1)
 
@@ -383,7 +394,7 @@ def _gather(pages: torch.Tensor, slots: torch.Tensor, plane: int, num_tokens: in
 def _hidden(
     position: int, width: int, start: int, stop: int, window: int | None, scores: torch.Tensor
 ) -> torch.Tensor | None:
-    """True where a query does not see a key, ``[repeats * w, keys]`` as in ``scores``; None if it sees all."""
+    """Return True where a query does not see a key, ``[repeats * w, keys]`` like ``scores``; None if it sees all."""
     oldest = 0 if window is None else position + width - window
     if stop <= position + 1 and start >= oldest:
         return None
@@ -405,10 +416,13 @@ def tierstore_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers as "tierstore".
+    """Compute attention as the function that transformers knows as "tierstore".
 
-    With a TierStoreCache, ``key`` and ``value`` are those of the new tokens and the rest is read from the pages.
-    With another cache, or none, it is plain SDPA. Raises ValueError for what the pages cannot express.
+    With a TierStoreCache, ``key`` and ``value`` are those of the new tokens and the rest is read from the pages. With
+    another cache, or none, it is plain SDPA.
+
+    Raises:
+        ValueError: The call asks for something that pages cannot express.
     """
     layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
@@ -459,7 +473,7 @@ def _attend_old(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Rows with tokens before those that are fed: their pages are read, by the card's kernels where there is one."""
+    """Compute rows that have tokens before the new ones: read their pages, with GPU kernels where possible."""
     spans = [span for _, span in rows]
     news = [slice(query.shape[2] - (span.stop - span.start), None) for span in spans]
     queries = [query[row, :, new] for (row, _), new in zip(rows, news, strict=True)]
@@ -477,7 +491,7 @@ def _attend_old(
 def _attend_new(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """A prompt without a reused prefix: plain causal SDPA over its own K and V, ``[heads, q, dim]`` each."""
+    """Compute a prompt without a reused prefix: plain causal SDPA over its own K and V, ``[heads, q, dim]`` each."""
     out, _ = sdpa_attention_forward(module, query[None], key[None], value[None], None, scaling=scale)
     return out[0]
 
@@ -489,7 +503,7 @@ def _checked_call(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of the new tokens; ValueError unless this is attention over them as the pages hold them."""
+    """Return K and V of the new tokens. ValueError unless this is attention over them as the pages hold them."""
     handed, name = layer.handed, type(module).__name__
     if handed is None or not handed.is_whole(key, value):
         raise ValueError(
@@ -514,7 +528,7 @@ def _check_mask(
     mask: torch.Tensor | None,
     is_causal: bool | None,
 ) -> None:
-    """Raise ValueError unless the mask hides what the pages hide: the future, the padding, and behind the window."""
+    """Raise ValueError unless the mask hides exactly the future, the padding, and tokens behind the window."""
     name = type(module).__name__
     window, padding = None, mask
     if isinstance(mask, SlidingMask):
@@ -535,10 +549,10 @@ def _check_mask(
 
 
 def _sdpa_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The 4D mask that plain SDPA needs; None where it would be causal, or all visible, by itself."""
+    """Return the 4D mask that plain SDPA needs; None if causality or full visibility needs none."""
     width, length = query.shape[2], key.shape[2]
     window: int | None = None
-    # A sliding cache hands over the last keys only, the mask is that of all tokens.
+    # A sliding cache passes only the last keys, but the mask covers all tokens.
     before = 0 if mask is None else mask.shape[-1] - length
     if mask is not None and mask.ndim == 4:
         return mask
@@ -575,15 +589,15 @@ def tierstore_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask function registered with transformers as "tierstore".
+    """Make masks as the function that transformers knows as "tierstore".
 
-    Causality, windows and lengths come from the block table. So a causal mask is handed to the attention function as
+    Causality, windows and lengths come from the block table. So a causal mask is passed to the attention function as
     the 2D mask of padding, or None, and a sliding one as a 2D tensor that says so (``SlidingMask``). Any other pattern,
-    such as images or a prefix that are seen in both directions, or a static cache that is longer than what it holds,
+    such as images or a prefix with attention in both directions, or a static cache that is longer than its content,
     becomes the 4D mask of SDPA, which pages refuse.
     """
     if isinstance(attention_mask, SlidingMask) and attention_mask.window == local_size:
-        # With a static cache ``generate`` makes masks ahead, and gives them to the model for 2D ones.
+        # With a static cache ``generate`` makes masks in advance, and passes them to the model as 2D masks.
         attention_mask = attention_mask.padding
     whole = not isinstance(q_offset, torch.Tensor) and kv_offset + kv_length == q_offset + q_length
     if whole and mask_function is causal_mask_function:
@@ -611,16 +625,16 @@ def tierstore_mask(
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether a mask function is transformers' causal sliding window of this length, with nothing added to it.
+    """Return whether a mask function is transformers' causal sliding window of this length, with nothing added.
 
-    It is made anew for each call, so its code is compared, and what its closure holds. False if in doubt.
+    It is created anew for each call, so its code and the values in its closure are compared. False if in doubt.
     """
     known = sliding_window_causal_mask_function(window)
     return bool(_shape_of(mask_function) == _shape_of(known))
 
 
 def _shape_of(function: Any) -> Any:
-    """A function as its code and the values of its closure, functions among them likewise."""
+    """Return a function as its code and the values in its closure, with functions among them treated likewise."""
     if isinstance(function, tuple):
         return tuple(_shape_of(each) for each in function)
     if not isinstance(function, FunctionType):

@@ -1,7 +1,7 @@
-"""The sequences of one request side by side: a batch with left padding, several answers to one prompt, beams.
+"""The sequences of one request: a batch with left padding, several answers to one prompt, or beams.
 
-transformers counts in columns, the same for all rows; a row's tokens begin after its padding, and its pages hold no
-padding: they are the pages of the unpadded sequence, whoever shares the batch.
+transformers counts columns, which are the same for all rows. A row's tokens begin after its padding. Pages hold no
+padding: they are the pages of the unpadded sequence, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Span:
     slots: torch.Tensor
     """The block table, int64 ``[pages]``; NO_PAGE behind a window."""
     pages: NDArray[np.int64]
-    """The same on the host."""
+    """The same block table on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,17 @@ class Places:
 
 
 class PagedBatch:
-    """Rows of a request. One thread at a time. A row is one sequence, ``paddings[r]`` columns of padding before it."""
+    """The rows of a request. Row r is one sequence after ``paddings[r]`` columns of padding. Not thread-safe."""
 
     def __init__(
         self, terms: Terms, prompts: Sequence[Sequence[int]], width: int, tail: Tail | None = None
     ) -> None:
-        """Opens every prompt; ``width``: columns of the padded batch. ``tail``: of the only prompt."""
+        """Open every prompt.
+
+        Args:
+            width: Columns of the padded batch.
+            tail: A half-full page that the only prompt may continue.
+        """
         self.terms = terms
         self.rows: list[PagedSequence] = []
         self.paddings = [width - len(prompt) for prompt in prompts]
@@ -66,7 +71,7 @@ class PagedBatch:
         self.columns = [start] * terms.num_models
         """Columns that each model has fed."""
         self.behind = 0
-        """Of these, the last so many are to be fed again: what the store had of them did not come."""
+        """Number of these columns that must be fed again, because their stored pages did not arrive."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -74,28 +79,28 @@ class PagedBatch:
 
     @property
     def shared_pages(self) -> int:
-        """Pages that at least two rows have in common now."""
+        """Number of pages that at least two rows share now."""
         pointing = Counter(slot for row in self.rows for slot in set(row.table.slots) if slot != NO_PAGE)
         return sum(count > 1 for count in pointing.values())
 
     @property
     def arriving(self) -> bool:
-        """Whether some of what the rows began with is still on its way."""
+        """Whether a part of the stored prefixes is still in flight."""
         return any(row.arrival is not None for row in self.rows)
 
     def comes(self) -> bool:
-        """Waits until the first layers of what the rows began with are on their way; False: some of it is lost."""
+        """Wait until the first layers of the stored prefixes are in flight. False if some of them failed."""
         coming = [row.arrival is None or row.arrival.comes() for row in self.rows]
         return all(coming)
 
     def await_layer(self, group: int, index: int) -> None:
-        """The caller's stream has this layer of KV group ``group`` from now on, as far as it comes."""
+        """Make the caller's stream wait for this layer of KV group ``group``, as far as it arrives."""
         for row in self.rows:
             if row.arrival is not None:
                 row.arrival.layer(group, index)
 
     def settle(self) -> bool:
-        """Waits for what is on its way; whether some of it did not come. Then forward passes since count nothing."""
+        """Wait for everything in flight. Returns whether something failed; then forward passes since then are void."""
         lost = [row.settle() for row in self.rows]
         if not any(lost):
             return False
@@ -108,8 +113,14 @@ class PagedBatch:
         return True
 
     def owed(self, rows: int) -> tuple[list[list[int]], list[list[int]]]:
-        """The tokens and positions of the columns ``behind``, which are to be fed with the next ones, for each of
-        ``rows`` rows fed. From now on they count as not fed."""
+        """Return the tokens and positions of the columns ``behind``, to be fed with the next ones.
+
+        Args:
+            rows: Number of rows that are fed.
+
+        Returns:
+            Two lists with one entry per row. From now on these columns count as not fed.
+        """
         first, stop = self.columns[0] - self.behind, self.columns[0]
         self.columns, self.behind = [first] * len(self.columns), 0
         tokens, positions = [], []
@@ -122,7 +133,7 @@ class PagedBatch:
         return tokens, positions
 
     def expand(self, rows: int) -> None:
-        """Repeat each row so that there are ``rows`` of them (``num_return_sequences``, beams); pages are shared."""
+        """Repeat each row so that there are ``rows`` of them (``num_return_sequences``, beams). Pages are shared."""
         times, odd = divmod(rows, len(self.rows))
         if odd or not times:
             raise ValueError(f"this cache holds {len(self.rows)} sequences, the model runs a batch of {rows}")
@@ -130,9 +141,10 @@ class PagedBatch:
             self.select([row for row in range(len(self.rows)) for _ in range(times)])
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row ``i`` becomes what row ``indices[i]`` is now: beams that win are forked, those that lose end.
+        """Replace row ``i`` by the present row ``indices[i]``: winning beams are forked, losing ones end.
 
-        ValueError, nothing changed, for no rows at all, or a row that there is not.
+        Raises:
+            ValueError: ``indices`` is empty or names a row that does not exist. Nothing changes.
         """
         if not indices or not all(0 <= index < len(self.rows) for index in indices):
             raise ValueError(f"rows must be at least one of 0 to {len(self.rows) - 1}, got {list(indices)}")
@@ -151,11 +163,11 @@ class PagedBatch:
                 row.close()
 
     def expect(self, token_ids: Sequence[Sequence[int]], first_column: int) -> None:
-        """Raise ValueError if these tokens, one list a row, fed from ``first_column`` on, contradict the prompts."""
+        """Raise ValueError if these tokens, one list per row, fed from ``first_column`` on, contradict the prompts."""
         times, odd = divmod(len(token_ids), len(self.rows))
         if not odd:
             for fed, tokens in enumerate(token_ids):
-                # Rows that are about to be repeated (``expand``) are fed side by side.
+                # Rows that will be repeated (``expand``) are fed side by side.
                 index = fed // times
                 start = max(0, first_column - self.paddings[index])
                 stop = max(0, first_column + len(tokens) - self.paddings[index])
@@ -164,9 +176,13 @@ class PagedBatch:
     def begin(
         self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None
     ) -> tuple[list[Span], Places]:
-        """``model`` feeds ``width`` columns: makes room for what is to be written, in one step for all rows.
+        """Prepare for ``width`` columns of ``model``: allocate space in one step for all rows.
 
-        ``token_ids``: one row of ``width`` tokens each; None: not known. CapacityError if HBM has no room.
+        Args:
+            token_ids: ``width`` tokens for each row; None if unknown.
+
+        Raises:
+            CapacityError: HBM has no space for them.
         """
         stop = self.columns[model] + width
         self._step = self._leaders(model, width, token_ids)
@@ -186,12 +202,12 @@ class PagedBatch:
         return spans, self._places(writes, tables, stop - width)
 
     def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
-        """All layers of ``model`` have written what ``begin`` made room for."""
+        """Note that all layers of ``model`` have written what ``begin`` prepared."""
         for index in sorted(set(self._step)):
             start, stop = self._positions(index, model, width)
             tokens = None if token_ids is None else token_ids[index][width - (stop - start) :]
             self.rows[index].finish(model, start, stop, tokens)
-        # Followers have been equal so far; what they will be fed is theirs.
+        # The followers were equal until now; the tokens fed to them are their own.
         if self._step != list(range(len(self.rows))):
             expected = [row.expected for row in self.rows]
             self.select(self._step)
@@ -200,7 +216,7 @@ class PagedBatch:
         self.columns[model] += width
 
     def crop(self, model: int, columns: int) -> None:
-        """``model`` takes back its last ``columns``; the first model takes them back for all of them."""
+        """Remove the last ``columns`` of ``model``. If it is the first model, they are removed for all models."""
         self.settle()
         stop = max(0, self.columns[model] - columns)
         self.behind = max(0, self.behind - columns)
@@ -211,7 +227,7 @@ class PagedBatch:
         self.columns[model] = stop
 
     def reset(self) -> None:
-        """Begin anew with nothing, whatever was dropped behind a window."""
+        """Start again with nothing, whatever was dropped behind a window."""
         self.settle()
         self.behind = 0
         for row in self.rows:
@@ -219,7 +235,9 @@ class PagedBatch:
         self.columns = [0] * self.terms.num_models
 
     def take_tail(self) -> Tail | None:
-        """The half full last page of the only row, if there is one and it is not shared; the row ends before it."""
+        """Return the half-full last page of the only row, if it exists and is not shared. The row then ends
+        before it.
+        """
         self.settle()
         tail = self.rows[0].take_tail() if len(self.rows) == 1 else None
         if tail is not None:
@@ -228,19 +246,21 @@ class PagedBatch:
         return tail
 
     def close(self) -> None:
-        """End all rows. Idempotent."""
+        """End all rows. Calling it again has no effect."""
         for row in self.rows:
             row.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _positions(self, index: int, model: int, width: int) -> tuple[int, int]:
-        """The tokens of a row in the next ``width`` columns; none where they are all padding."""
+        """Return the range of tokens of a row in the next ``width`` columns; empty if they are all padding."""
         pad, start = self.paddings[index], self.columns[model]
         return max(0, start - pad), max(0, start + width - pad)
 
     def _leaders(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> list[int]:
-        """For each row, the first one that is equal to it and is fed the same: it writes for all of them."""
+        """Return for each row the first row that is equal to it and is fed the same; that row writes for all of
+        them.
+        """
         leaders: list[int] = []
         for index, row in enumerate(self.rows):
             twin = index
@@ -262,7 +282,7 @@ class PagedBatch:
         slots = self.terms.store.allocate(total, timeout_s=self.terms.timeout_s) if total else []
         for index, count in needs.items():
             taken, slots = slots[:count], slots[count:]
-            # The rows before may have copied a page that this one shared with them: then it needs one slot less.
+            # Earlier rows may have copied a page that this one shared with them; then it needs one slot less.
             spare = count - self.rows[index].missing_slots(*writes[index])
             if spare:
                 self.terms.store.free(taken[:spare])

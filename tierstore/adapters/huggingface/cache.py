@@ -1,6 +1,6 @@
-"""The cache that transformers sees. Its K and V are in the store's pages and nowhere else.
+"""The cache that transformers sees. Its K and V are only in the store's pages.
 
-A user makes ``TierStoreCache``. ``PagedCache`` is what one model sees of a batch, ``TierStoreLayer`` what one layer
+Users make a ``TierStoreCache``. ``PagedCache`` is what one model sees of a batch, ``TierStoreLayer`` what one layer
 sees, and ``DraftModel`` gives assisted decoding a second model whose K and V are in the same pages.
 """
 
@@ -56,7 +56,7 @@ class LayerOwner(Protocol):
     def write(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> None:
-        """Place new K/V."""
+        """Write new K and V."""
         ...
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
@@ -65,12 +65,12 @@ class LayerOwner(Protocol):
 
     @property
     def columns(self) -> int:
-        """Columns fed so far."""
+        """Number of columns fed so far."""
         ...
 
 
 class TierStoreLayer(CacheLayerMixin):
-    """One model layer's handle. ``keys`` and ``values`` stay None for ever."""
+    """One model layer's handle on the pages. ``keys`` and ``values`` always stay None."""
 
     is_sliding = False
     is_croppable = True
@@ -85,12 +85,18 @@ class TierStoreLayer(CacheLayerMixin):
         place: tuple[int, int],
         window: int | None,
     ) -> None:
-        """Layer ``position`` of the model, in ``place``: of a KV group, with these ``pages``, a layer."""
+        """Make a handle.
+
+        Args:
+            position: Index of the layer in the model.
+            place: Its KV group, and its index there.
+            pages: One layer of all pages.
+        """
         super().__init__()
         self.position = position
         self.place = place
         self.window = window
-        # Weak: so a cache that is dropped without being closed ends at once, not when cycles are looked for.
+        # weak, so that a cache dropped without close() ends at once, not when cycles are collected
         self._owner: LayerOwner = proxy(owner)
         self._pages = pages
 
@@ -101,12 +107,12 @@ class TierStoreLayer(CacheLayerMixin):
 
     @property
     def spans(self) -> Sequence[Span]:
-        """What the forward pass under way computes, row by row."""
+        """What the current forward pass computes, row by row."""
         return self._owner.spans
 
     @property
     def plans(self) -> Plans:
-        """The card's kernels, as planned for the forward pass under way."""
+        """The kernels, as planned for the current forward pass."""
         return self._owner.plans
 
     @property
@@ -120,7 +126,7 @@ class TierStoreLayer(CacheLayerMixin):
         self._owner.check_padding(mask)
 
     def mark_read(self) -> None:
-        """The attention function says that it reads this layer from the pages."""
+        """Note that the attention function reads this layer from the pages."""
         self._owner.unread = False
 
     def update(
@@ -128,9 +134,12 @@ class TierStoreLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V of the new tokens, ``[rows, num_kv_heads, q, head_dim]`` each, into the pages; return them.
 
-        Puts this handle into the attention call's keywords, so that "tierstore" attention reads the rest itself. It
-        reads pages: so it refuses any K and V but the objects returned here (``handed``).
-        Raises ValueError for wrong use, CapacityError if HBM has no room; then nothing was written.
+        Adds this handle to the keywords of the attention call, so that "tierstore" attention reads the rest itself.
+        Because it reads pages, it refuses any K and V other than the objects returned here (``handed``).
+
+        Raises:
+            ValueError: The cache is used in a way that pages cannot express. Nothing was written.
+            CapacityError: HBM has no space. Nothing was written.
         """
         attention: dict[str, Any] | None = kwargs.get("kwargs")
         if attention is None:
@@ -144,26 +153,31 @@ class TierStoreLayer(CacheLayerMixin):
         return handed.keys, handed.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pages exist."""
+        """Do nothing: the pages exist."""
 
     def get_seq_length(self) -> int:
-        """Columns in the cache: tokens, and the padding before them."""
+        """Return the number of columns in the cache: tokens, and the padding before them."""
         return self._owner.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of K/V for a mask."""
+        """Return length and offset of K and V for a mask."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: no maximum of its own; HBM's capacity ends in CapacityError."""
+        """Return -1: there is no maximum. If HBM is too small, ``update`` raises CapacityError."""
         return -1
 
 
 class PagedCache(Cache):
-    """What one model sees of a batch of sequences in the store's pages. For one thread at a time."""
+    """What one model sees of a batch of sequences in the store's pages. Not thread-safe."""
 
     def __init__(self, batch: PagedBatch, model: PreTrainedModel, number: int, first_group: int) -> None:
-        """``number``: which of the models that share the pages; ``first_group``: the first of its KV groups."""
+        """Make the cache of one of the models that share the pages.
+
+        Args:
+            number: Index of the model.
+            first_group: The first of its KV groups.
+        """
         shape = kv_shape(model.config)
         self.batch = batch
         self.spans: Sequence[Span] = ()
@@ -181,9 +195,9 @@ class PagedCache(Cache):
         self._seen = False
         self._masks: list[tuple[torch.Tensor | None, int]] = []
         self._positions: list[torch.Tensor] = []
-        """Masks and positions of the pass under way that have been checked."""
+        """Masks and positions of the current pass that have been checked."""
         self._asked = 0
-        """Columns that the pass under way is to give an answer for; it may be fed more."""
+        """Columns that the current pass must answer for; it may be fed more."""
         groups = batch.terms.pages.groups[first_group:]
         layers: list[Any] = [
             TierStoreLayer(
@@ -201,13 +215,15 @@ class PagedCache(Cache):
 
     @property
     def columns(self) -> int:
-        """Columns fed so far: tokens, and the padding before them."""
+        """Number of columns fed so far: tokens, and the padding before them."""
         return self.batch.columns[self._number]
 
     def write(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> None:
-        """Called by the layers in order: wait for the layer's pages, place new K/V. Layer 0 makes room first."""
+        """Wait for the layer's pages and write new K and V. Called for each layer in order; layer 0 allocates
+        space first.
+        """
         if layer.position == 0:
             self._begin(layer, keys, values, positions)
         else:
@@ -242,7 +258,7 @@ class PagedCache(Cache):
         self._masks.append((mask, version))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; transformers passes a count that is zero or negative."""
+        """Forget the last ``-tokens_to_remove`` tokens. transformers passes a count that is zero or negative."""
         count = int(tokens_to_remove)
         if count > 0:
             raise ValueError(f"crop takes the negative count of tokens to remove, not {count}")
@@ -250,32 +266,32 @@ class PagedCache(Cache):
             self.batch.crop(self._number, -count)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Forget all tokens."""
         if self._number == 0:
             self.batch.reset()
         else:
             self.batch.crop(self._number, self.columns)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` is: pages are shared, none is copied."""
+        """Replace row ``i`` by the present row ``beam_idx[i]``. Pages are shared, not copied."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row comes ``repeats`` times; pages are shared."""
+        """Repeat each row ``repeats`` times. Pages are shared."""
         self.batch.expand(len(self.batch.rows) * repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, by number or by a mask of booleans. IndexError for a row that there is not."""
+        """Keep these rows, given by number or by a boolean mask. IndexError for a row that does not exist."""
         self.batch.select(torch.arange(len(self.batch.rows))[indices.cpu()].tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Refused: TypeError."""
+        """Raise TypeError: the cache cannot be copied."""
         raise TypeError(
             "a TierStoreCache cannot be copied: open another one for the prompt, what is stored is shared"
         )
 
     def close(self) -> None:
-        """Take part in no forward pass any more, and leave the model as it was. Idempotent."""
+        """Stop taking part in forward passes, and remove the hooks from the model. Calling it again has no effect."""
         self._closed = True
         self._detach()
 
@@ -286,16 +302,16 @@ class PagedCache(Cache):
         self.batch.terms.store.poll()
 
     def _is_prompt(self, input_ids: torch.Tensor) -> bool:
-        """Whether these are certainly the prompts, for less than it takes to look at each token."""
+        """Return whether these are certainly the prompts, without comparing every token."""
         return False
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before each forward pass of the model that was given this cache: remember the tokens it is fed.
+        """Before each forward pass of the model that was given this cache, remember the tokens it is fed.
 
-        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is left out here. What it was
-        to hold and did not come is fed before the rest.
+        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is removed here. Pages that
+        failed to arrive are computed before the rest.
         """
         kwargs = checked_inputs(module, args, kwargs)
         self._masks, self._positions = [], []
@@ -306,7 +322,7 @@ class PagedCache(Cache):
         self._fed = fed_tokens(args, kwargs)
         if self._fed is not None:
             self._hooks.forget_positions()
-        # Where rows part, pages are copied before the first layer is computed.
+        # Where rows diverge, pages are copied before the first layer is computed.
         alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
         if not (alone and self.batch.comes()):
             self.batch.settle()
@@ -321,7 +337,7 @@ class PagedCache(Cache):
     def _end_pass(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After each forward pass: what it read has to have come, else it is done again; full pages are sealed."""
+        """After each forward pass, check that what it read has arrived, or repeat it; then seal full pages."""
         self._check_read()
         self.handed = None
         if self._next_layer != len(self.layers):
@@ -329,7 +345,7 @@ class PagedCache(Cache):
                 f"{type(module).__name__} wrote K and V of {self._next_layer} layers, its configuration says "
                 f"{len(self.layers)}: TierStoreCache cannot serve it"
             )
-        # Before anything is sealed: what this pass computed must be of the weights that the keys name.
+        # Before anything is sealed: this pass must have used the weights that the keys name.
         check_weights(self._model, self.batch.terms.weights[self._number])
         asked = self._asked
         if self.batch.settle():
@@ -341,13 +357,13 @@ class PagedCache(Cache):
     def _check_inputs(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before each call of the whole model: refuse what K and V would depend on besides the tokens."""
+        """Before each call of the whole model, refuse inputs besides the tokens that K and V would depend on."""
         return args, checked_inputs(module, args, kwargs)
 
     def _see_positions(self, positions: torch.Tensor) -> None:
-        """Before the model, and the text model in it, runs: refuse positions that are not those of the tokens.
+        """Before the model, or the text model in it, runs, refuse positions that are not those of the tokens.
 
-        Each tensor is checked once a pass: comparing waits for the card.
+        Each tensor is checked once per pass, because comparing waits for the GPU.
         """
         if any(positions is each for each in self._positions):
             return
@@ -355,7 +371,7 @@ class PagedCache(Cache):
         times, odd = divmod(rows, len(self.batch.paddings))
         paddings = self.batch.paddings
         if times > 1 and not odd:
-            # Rows that are about to be repeated (``PagedBatch.expand``).
+            # Rows that will be repeated (``PagedBatch.expand``).
             paddings = [padding for padding in paddings for _ in range(times)]
         try:
             check_positions(positions, paddings, self.columns)
@@ -379,7 +395,7 @@ class PagedCache(Cache):
     def _feed_owed(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with what was to be held and did not come; only for the columns given now is it answered."""
+        """Extend the call by the tokens whose pages failed to arrive. Only the given columns get an answer."""
         rows, self._asked = fed_shape(args, kwargs)
         device = self.batch.terms.pages.device
         tokens, positions = (torch.tensor(each, device=device) for each in self.batch.owed(rows))
@@ -397,7 +413,7 @@ class PagedCache(Cache):
     def _begin(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> None:
-        """Refuse what would give wrong answers in silence, then make room for the new columns."""
+        """Refuse what would silently give wrong answers, then allocate space for the new columns."""
         if self._closed:
             raise ValueError("this TierStoreCache is closed")
         if not self._seen:
@@ -426,7 +442,7 @@ class PagedCache(Cache):
         if positions is not None and positions.ndim > 1:
             self._see_positions(positions)
         elif not self._positions and any(self.batch.paddings):
-            # Without positions a model counts columns, padding too; K in the pages is that of tokens counted alone.
+            # Without positions a model counts columns, padding included; K in the pages counts tokens only.
             raise ValueError(
                 f"a padded batch ({list(self.batch.paddings)} columns on the left) was fed without position_ids, and "
                 f"{type(self._model).__name__} shows none to its attention: give position_ids, as generate does"
@@ -440,10 +456,10 @@ class PagedCache(Cache):
 
 
 class DraftModel:
-    """What ``generate`` takes as ``assistant_model``; everything but ``generate`` is the draft model's own."""
+    """What ``generate`` takes as ``assistant_model``. All attributes but ``generate`` are the draft model's."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, argument: str) -> None:
-        """``argument``: the name under which ``model`` takes ``cache``."""
+        """Wrap ``model``, which takes ``cache`` under the name ``argument``."""
         self.cache: Any = cache
         self._model: Any = model
         self._argument = argument
@@ -452,9 +468,9 @@ class DraftModel:
         return getattr(self._model, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own ``generate``, with the cache that it would otherwise make for itself.
+        """Call the model's ``generate`` with our cache in place of the one it would make.
 
-        And with the mask of the model it drafts for, which does not hand it on: a pad token within the text is text.
+        Also passes the mask of the main model, which is not handed on otherwise: a pad token within the text is text.
         """
         given = {"cache", "past_key_values"} & set(kwargs)
         ids = kwargs.get("input_ids")
@@ -470,21 +486,23 @@ class DraftModel:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which ``model.forward`` and ``model.generate`` take a cache in this version of transformers."""
+    """Return the name under which ``model.forward`` and ``model.generate`` take a cache in this transformers
+    version.
+    """
     parameters = inspect.signature(plain_model(model).forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
 
 
 class TierStoreCache(PagedCache):
-    """A transformers cache with its K/V in the store's pages, and prefix reuse by itself.
+    """A transformers cache with its K/V in the store's pages and automatic prefix reuse.
 
-    Construction matches the prompts, brings their stored prefixes into HBM and waits for them: ``get_seq_length()``
-    is then the number of columns that ``generate``, given the whole prompts, will not compute again. Pages are sealed
-    as they fill, prompt and answer, so that the next request reuses both. The model must have been loaded with
+    Construction matches the prompts, loads their stored prefixes into HBM and waits for them: ``get_seq_length()`` is
+    then the number of columns that ``generate``, given the whole prompts, will not compute again. Pages of prompt and
+    answer are sealed as they fill, so the next request reuses both. The model must have been loaded with
     ``attn_implementation="tierstore"``.
 
     It holds pages until ``close``: use it as a context manager. While it is open there are hooks on the model, which
-    ``close`` takes off. For one thread at a time.
+    ``close`` removes. Not thread-safe.
     """
 
     def __init__(
@@ -504,18 +522,29 @@ class TierStoreCache(PagedCache):
         exact: bool = False,
         tail: Tail | None = None,
     ) -> None:
-        """``input_ids``: whole prompts, ``[B, T]`` padded on the left as ``attention_mask`` says, or one, ``[T]``.
+        """Match the prompts and load their stored prefixes.
 
-        ``draft``: the model that ``generate`` is given as assistant (see ``draft_model``); its K/V are in the same
-        pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds. ``salt``, ``extra``: as in
-        ``TierStore.keys``. ``storing``: "all", "memory-only" (never on disk), "read-only" (reuses, keeps nothing) or
-        "no-store" (neither). ``exact``: stored pages that went through a lossy codec, or were computed over such, are
-        computed anew. ``tail``: a half full page that a session kept.
+        Pages that cannot arrive by ``deadline_s``, or do not arrive within ``timeout_s``, are computed instead.
 
-        Pages that cannot be there by ``deadline_s``, or are not within ``timeout_s``, are computed instead; an
-        allocation waits up to ``timeout_s`` for room. Where HBM is full of pages that are being saved, stored pages
-        wait up to ``wait_for_room_s`` (at most ``timeout_s``) for their room before they are computed. Raises
-        ValueError for a model or prompts it cannot serve.
+        Args:
+            store: The store, opened with ``page_specs(model, ...)``.
+            input_ids: Whole prompts, ``[B, T]``, padded on the left as ``attention_mask`` says, or one prompt, ``[T]``.
+            attention_mask: ``[B, T]``; None if there is no padding.
+            model: The model, loaded with ``attn_implementation="tierstore"``.
+            draft: The model that ``generate`` is given as assistant (see ``draft_model``). Its K/V are in the same
+                pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds.
+            salt: Separates the keys of tenants; see ``TierStore.keys``.
+            extra: What K/V depend on besides the tokens; see ``TierStore.keys``.
+            storing: "all", "memory-only" (never on disk), "read-only" (reuse pages, keep none) or "no-store" (neither).
+            exact: Compute pages again that went through a lossy codec, or were computed over such pages.
+            deadline_s: Seconds until the pages are needed.
+            timeout_s: Longest wait for pages, and for space in HBM.
+            wait_for_room_s: If HBM is full of pages that are being saved, wait up to this long (at most ``timeout_s``)
+                for space before stored pages are computed instead.
+            tail: A half-full page that a session kept.
+
+        Raises:
+            ValueError: The adapter cannot serve this model or these prompts.
         """
         with given_back(store, tail):
             pages = PageGroups(store)
@@ -547,7 +576,7 @@ class TierStoreCache(PagedCache):
                 storing=storing,
                 exact=exact,
             )
-        # A copy: the caller may go on to use its tensor.
+        # a copy, because the caller may reuse its tensor
         self._prompt = torch.as_tensor(input_ids).clone()
         batch = PagedBatch(terms, prompts, width, tail)
         self._draft: DraftModel | None = None
@@ -563,29 +592,29 @@ class TierStoreCache(PagedCache):
 
     @property
     def draft_model(self) -> DraftModel:
-        """What to give ``generate`` as ``assistant_model``: the draft model, with its K/V in the same pages."""
+        """The ``assistant_model`` for ``generate``: the draft model, with its K/V in the same pages."""
         if self._draft is None:
             raise ValueError("this cache was made without a draft model")
         return self._draft
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompts that need no computation, of all rows."""
+        """Tokens of the prompts that need not be computed, in all rows."""
         return sum(self.batch.reused_by_tier.values())
 
     @property
     def reused_by_tier(self) -> Counter[Tier]:
-        """``reused_tokens`` by the tier they were found in."""
+        """``reused_tokens`` by the tier in which they were found."""
         return Counter(self.batch.reused_by_tier)
 
     @property
     def copied_tokens(self) -> int:
-        """Of the reused tokens, those in pages that were copied because a prompt leaves a stored one inside them."""
+        """Reused tokens in pages that were copied, because a prompt diverges from the stored page inside it."""
         return self.batch.copied_tokens
 
     @property
     def shared_pages(self) -> int:
-        """Pages that at least two rows have in common now."""
+        """Number of pages that at least two rows share now."""
         return self.batch.shared_pages
 
     def _is_prompt(self, input_ids: torch.Tensor) -> bool:
@@ -593,11 +622,13 @@ class TierStoreCache(PagedCache):
         return same and self._prompt.device == input_ids.device and torch.equal(self._prompt, input_ids)
 
     def take_tail(self) -> Tail | None:
-        """The half full last page of a single sequence, for ``tail`` of a later cache: the caller's from now on."""
+        """Return the half-full last page of a single sequence, for ``tail`` of a later cache. The caller owns it."""
         return self.batch.take_tail()
 
     def close(self) -> None:
-        """Release the leases and free the pages that are not sealed. Sealed pages stay matchable. Idempotent."""
+        """Release the leases and free unsealed pages. Sealed pages can still be matched. Calling it again has no
+        effect.
+        """
         super().close()
         if self._draft is not None:
             self._draft.cache.close()

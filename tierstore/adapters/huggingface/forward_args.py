@@ -1,7 +1,7 @@
-"""The arguments of a forward pass: what the model is fed, and the refusal of what pages cannot express.
+"""The arguments of a forward pass: what the model is fed, and checks for what pages cannot express.
 
-Wrong use that would give wrong answers in silence (images, other positions, a mask with holes) ends in one ValueError
-that says what is allowed.
+Use that would silently give wrong answers (images, other positions, a mask with holes) raises a ValueError that says
+what to do instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> No
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration is that of a text model, not of one that has a text model in it."""
+    """Return whether a configuration is that of a text model, not of one that contains a text model."""
     return config.get_text_config(decoder=True) is config
 
 
@@ -43,7 +43,7 @@ def placeholders(config: PreTrainedConfig) -> dict[str, int]:
 
 
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(pad_|latent_|prompt_|patch_)?(token_)?(id|index)")
-"""Names of placeholders, as configurations of transformers 5 have them."""
+"""Names of placeholders in configurations of transformers 5."""
 
 _TOKENS = frozenset(
     {
@@ -57,15 +57,17 @@ _TOKENS = frozenset(
         "position_ids",
     }
 )
-"""What a model may be given besides a cache: the tokens, in some form, and what changes no K or V."""
+"""Inputs besides a cache that are accepted: the tokens in some form, and what changes neither K nor V."""
 
 
 def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a call without types of tokens that are all 0, text: they say nothing.
+    """Return the keywords of a call, without token types that are all 0 (text).
 
-    ValueError if the model is given images, audio or anything else that its K and V would depend on. Keys are made of
-    tokens: the placeholders of two images are equal. Also, what a warm cache leaves to compute may begin inside an
-    image.
+    Keys are made of tokens, and the placeholders of two images are equal. Also, the part that a warm cache leaves to
+    compute may begin inside an image.
+
+    Raises:
+        ValueError: The model is given images, audio or anything else that K and V would depend on.
     """
     kwargs = {name: value for name, value in kwargs.items() if not _is_text(name, value)}
     given = dict(zip(_parameters(type(module).forward), args, strict=False)) | kwargs
@@ -80,7 +82,7 @@ def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[st
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a model's ``forward`` takes, in order."""
+    """Return the names of a model's ``forward`` parameters, in order."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
@@ -93,16 +95,18 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_text(name: str, value: Any) -> bool:
-    """Whether these are types of tokens, 0 for each: no image among them."""
+    """Return whether these are token types that are all 0, that is, text only."""
     return name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not bool(value.any())
 
 
 def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: int) -> None:
-    """Positions ``[rows or 1, width]`` of the tokens fed after ``columns``: each is that of its token, K depends on it.
+    """Check the positions ``[rows or 1, width]`` of the tokens fed after ``columns``, since K depends on them.
 
-    Models of images and text have several for each token, ``[axes, rows or 1, width]``: of text all are the same.
+    Models of images and text have several per token, ``[axes, rows or 1, width]``, which are equal for text. Positions
+    also reveal padding, and a warm cache that is fed the whole prompt again, which ``generate`` does not notice.
 
-    They also tell padding, and a warm cache fed the whole prompt again, which generate() would not notice.
+    Raises:
+        ValueError: A position is not that of its token.
     """
     width = positions.shape[-1]
     wanted = torch.arange(columns, columns + width)[None] - torch.tensor(paddings)[:, None]
@@ -117,11 +121,11 @@ def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: i
 
 
 def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
-    """Raise ValueError for a mask that hides anything but the padding: pages hold none, and no holes."""
+    """Raise ValueError for a mask that hides anything but the padding: pages hold no padding and no holes."""
     visible = not any(paddings)
     if mask is not None:
         seen = mask != 0
-        # Holes, then hidden columns: the card is waited for once.
+        # First holes, then hidden columns, with a single wait for the GPU.
         wanted = [0] * len(seen) + [min(pad, mask.shape[-1]) for pad in paddings]
         visible = mask.ndim == 2
         if visible:
@@ -135,16 +139,16 @@ def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
 
 
 _BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
-"""Arguments with one entry for each column fed; a mask covers the columns before them too."""
+"""Arguments with one entry per fed column; a mask covers the columns before them, too."""
 
 
 def _from(name: str, given: torch.Tensor, first: int) -> torch.Tensor:
-    """Without the columns before ``first``; positions may have axes before the rows."""
+    """Return ``given`` without the columns before ``first``. Positions may have axes before the rows."""
     return given[..., first:] if name == "position_ids" else given[:, first:]
 
 
 def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]] | None:
-    """The tokens of each row; None if the model is fed embeddings."""
+    """Return the tokens of each row; None if the model is fed embeddings."""
     ids = _input_ids(args, kwargs)
     if ids is None:
         return None
@@ -153,7 +157,7 @@ def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:
-    """Whether a cache that holds ``columns`` is fed all of them once more, with new ones after them."""
+    """Return whether a cache that holds ``columns`` is fed all of them again, with new ones after them."""
     ids = _input_ids(args, kwargs)
     if ids is None or not 0 < columns < ids.shape[1]:
         return False
@@ -164,7 +168,7 @@ def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddi
 def from_column(
     args: tuple[Any, ...], kwargs: dict[str, Any], first: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call without the columns before ``first``."""
+    """Return the same call without the columns before ``first``."""
     if args:
         args = (args[0][:, first:], *args[1:])
     cut = {
@@ -176,7 +180,7 @@ def from_column(
 
 
 def fed_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns that are fed. ValueError if that does not show."""
+    """Return the number of rows and columns that are fed. ValueError if that cannot be determined."""
     fed = args[0] if args else kwargs.get("input_ids")
     fed = kwargs.get("inputs_embeds") if fed is None else fed
     if not isinstance(fed, torch.Tensor):
@@ -191,7 +195,7 @@ def with_tokens_before(
     positions: torch.Tensor,
     embed: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with these tokens, at these positions, fed before the others; ``[rows, n]`` each."""
+    """Return the same call with these tokens, at these positions, before the others; ``[rows, n]`` each."""
     text = torch.zeros_like(tokens)
     before = {
         "input_ids": tokens,
@@ -213,7 +217,7 @@ def with_tokens_before(
 
 
 def last_columns(output: Any, width: int, of: int) -> Any:
-    """What a model gave for the last ``width`` of the ``of`` columns that it was fed, in place of all of it."""
+    """Return a model's output for the last ``width`` of the ``of`` columns that it was fed."""
     if isinstance(output, torch.Tensor):
         return output[:, -width:] if output.ndim > 1 and output.shape[1] == of else output
     if isinstance(output, tuple):
@@ -225,9 +229,9 @@ def last_columns(output: Any, width: int, of: int) -> Any:
 
 
 def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:
-    """The position of each row's last token; None if positions are not given one a column.
+    """Return the position of each row's last token; None unless positions are given per column.
 
-    Of several axes, ``[axes, rows, width]``, the first counts.
+    With several axes, ``[axes, rows, width]``, the first one is used.
     """
     if positions is not None and positions.ndim == 3:
         positions = positions[0]

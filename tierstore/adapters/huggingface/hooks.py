@@ -1,7 +1,7 @@
-"""What open caches put on a user's model, and take off again: hooks of forward passes, and a look at whole prompts.
+"""What open caches attach to a user's model and remove again: hooks of forward passes, and a view of whole prompts.
 
-All caches that are open on a model share one ``ModelHooks``. The first cache installs it. When the last one is closed,
-or garbage-collected, the model is as it was: no hook, no attribute, no other value of one is left.
+All caches that are open on a model share one ``ModelHooks``. The first cache installs it. When the last one is closed
+or garbage-collected, the model is as it was, without any added hook or attribute, and with all values unchanged.
 """
 
 # torch leaves some of its functions untyped:
@@ -29,19 +29,19 @@ class HookedCache(Protocol):
     """A cache that takes part in the forward passes it is given to."""
 
     def _check_inputs(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Before the whole model runs; returns what to call it with."""
+        """Called before the whole model runs. Returns the arguments for the call."""
         ...
 
     def _see_tokens(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Before the model below the head runs; returns what to call it with."""
+        """Called before the model below the head runs. Returns the arguments for the call."""
         ...
 
     def _see_positions(self, positions: torch.Tensor) -> None:
-        """Before the model below the head, or a text model in it, runs at these positions."""
+        """Called before the model below the head, or a text model in it, runs at these positions."""
         ...
 
     def _end_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        """After the model below the head ran; returns another output, or None to keep this one."""
+        """Called after the model below the head ran. Returns another output, or None to keep it."""
         ...
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
@@ -50,17 +50,21 @@ class HookedCache(Protocol):
 
 
 _lock = RLock()
-"""Held while hooks are put on or taken off. A finaliser may do so within: then the model has an open cache."""
+"""Held while hooks are added or removed. A finalizer may remove some meanwhile, but then the model has an open
+cache.
+"""
 
 
 def attach(model: PreTrainedModel, cache: HookedCache) -> tuple[ModelHooks, Callable[[], object]]:
-    """Let ``cache`` take part in the passes of ``model``; return the model's hooks, and what takes the cache off them.
+    """Let ``cache`` take part in the passes of ``model``. Thread-safe.
 
-    Call the second at close. It runs by itself when the cache is garbage-collected. Any thread.
+    Returns:
+        The model's hooks, and a function that detaches the cache. Call it in ``close``; it is called automatically when
+            the cache is garbage-collected.
     """
     with _lock:
         hooks = _hooks_on(model) or ModelHooks(model)
-        # Before anything is put on the model: from now on no finaliser of another cache takes the hooks off.
+        # Before anything is added to the model: from here on no other cache's finalizer removes the hooks.
         hooks._open[id(cache)] = ref(cache)
         detach = finalize(cache, hooks._leave, id(cache))
         detach.atexit = False
@@ -78,15 +82,15 @@ def _hooks_on(model: PreTrainedModel) -> ModelHooks | None:
 
 
 class ModelHooks:
-    """What is on one model while caches are open on it. It hands each forward pass to the cache that is given to it."""
+    """What is attached to one model while caches are open. Passes each forward call to the cache given to it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Put nothing on the model yet; use ``attach``."""
+        """Attach nothing to the model yet; use ``attach``."""
         base = model.base_model
-        # Models of images and text compute positions on their way down: those that arrive count.
+        # Models of images and text compute positions on the way down; those that arrive are checked.
         parts = [base] if is_text_alone(model.config) else list(base.modules())
         self.stateful = [each for each in parts if ROPE_STATE in vars(each)]
-        """The modules that keep positions between calls: an image shifts all later ones of its request."""
+        """Modules that keep positions between calls: an image shifts all later positions of its request."""
         self._model = model
         self._parts = [each for each in parts if isinstance(each, PreTrainedModel)]
         self._open: dict[int, ReferenceType[HookedCache]] = {}
@@ -95,19 +99,19 @@ class ModelHooks:
         """What ``stateful`` kept of the user's last request without one of these caches."""
         self._shown: Callable[..., Any] | None = None
         self._own_prepare: Callable[..., Any] | None = None
-        """The attribute of this name that the user had put on the model."""
+        """The attribute of this name that the user had set on the model."""
 
     def __reduce_ex__(self, protocol: object) -> Never:
-        """Refuse to be copied or pickled, so the model too: a copy would keep the hooks for good."""
+        """Refuse to be copied or pickled, and thereby the model: a copy would keep the hooks forever."""
         raise TypeError(
             "a TierStoreCache is open on this model: close it before you copy or pickle the model"
         )
 
     def forget_positions(self) -> None:
-        """Drop the positions that a model of images and text keeps of the request before this one.
+        """Drop the positions that a model of images and text keeps from the previous request.
 
-        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them
-        to the positions of any request that begins with a warm cache.
+        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them to
+        the positions of any request that begins with a warm cache.
         """
         for module in self.stateful:
             setattr(module, ROPE_STATE, None)
@@ -128,11 +132,11 @@ class ModelHooks:
         self._show_prompts()
 
     def _show_prompts(self) -> None:
-        """From now on ``model.generate`` shows each whole prompt to the cache it is given.
+        """Make ``model.generate`` show each whole prompt to the cache it is given.
 
-        A forward pass is fed only what a warm cache does not hold. So that the prompt's beginning is the one which the
-        cache was made for shows nowhere else. Prompts computed in chunks, and those of which only the rest is passed,
-        are not seen.
+        A forward pass is fed only what a warm cache does not hold, so nothing else shows whether the beginning of the
+        prompt is the one that the cache was made for. Prompts computed in chunks, and prompts of which only the rest is
+        passed, are not seen.
         """
         prepare = getattr(self._model, PREPARE_INPUTS, None)
         if prepare is None:
@@ -161,7 +165,7 @@ class ModelHooks:
         for handle in handles:
             handle.remove()
         shown, self._shown = self._shown, None
-        # What a user put over it meanwhile is theirs; it goes on calling ``shown``, which finds no open cache.
+        # An attribute that the user set meanwhile is theirs. It keeps calling ``shown``, which finds no open cache.
         if shown is not None and vars(self._model).get(PREPARE_INPUTS) is shown:
             if self._own_prepare is None:
                 delattr(self._model, PREPARE_INPUTS)
@@ -174,7 +178,7 @@ class ModelHooks:
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def _given(self, args: Args, kwargs: Kwargs) -> HookedCache | None:
-        """Return the open cache among the arguments of a call, if one of them is one."""
+        """Return the open cache among the arguments of a call, or None."""
         for each in (*args, *kwargs.values()):
             known = self._open.get(id(each))
             cache = None if known is None else known()
@@ -202,7 +206,7 @@ class ModelHooks:
         return None if cache is None else cache._end_pass(module, args, kwargs, output)
 
     def _after_own_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Note the positions that a pass of the user's, without one of these caches, left on the model."""
+        """Record the positions that a pass without one of these caches left on the model."""
         if self._given(args, kwargs) is None:
             found = [getattr(each, ROPE_STATE) for each in self.stateful]
             self._own_positions = [
