@@ -135,7 +135,7 @@ class RadixIndex:
         if top is None:
             return
         doomed = [top]
-        for node in doomed:  # grows while it runs: parents come before their children
+        for node in doomed:  # grows during the loop: parents come before their children
             doomed.extend(node.below)
         for node in reversed(doomed):
             self._remove_leaf(node)
@@ -145,7 +145,7 @@ class RadixIndex:
         if isinstance(token_ids, str | bytes | bytearray):
             raise TypeError(f"token_ids must be a sequence of integers, got {type(token_ids).__name__}")
         try:
-            # The machine's byte order will do: labels of one length that share most bytes share most tokens.
+            # The machine's byte order is sufficient: labels of equal length that share most bytes share most tokens.
             packed = array("q", token_ids).tobytes()
         except OverflowError as error:
             raise ValueError("a token id is beyond int64") from error

@@ -1,9 +1,9 @@
-"""Whose pages they are: the identity of a model, and whether its weights are still those that the pages were made with.
+"""The identity of a model, and whether its weights are still those that its pages were made with.
 
-Parameters and buffers are only a part of what decides K/V. Quantised modules keep packed weights in objects of their
-own, adapters (PEFT) are switched on and off by plain attributes, and a module may carry tensors, hooks or a ``forward``
-that its class does not have. ``inventory`` finds all of it. What a model newly built from the same configuration has as
-well is left out, so a plain model is described by its parameters and buffers alone.
+Parameters and buffers are only a part of what decides K/V. Quantised modules keep packed weights in their own objects,
+adapters (PEFT) are switched on and off by plain attributes, and a module may have tensors, hooks or a ``forward`` that
+its class does not have. ``inventory`` finds all of it. What a model newly built from the same configuration also has is
+left out, so a plain model is described by its parameters and buffers alone.
 """
 
 # torch leaves some of its functions untyped:
@@ -38,26 +38,26 @@ _BUILT_WITH = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a model's weights were at one look. Equal states compute equal K/V."""
+    """State of a model's weights at one time. Equal states compute equal K/V."""
 
     generation: int
-    """Counts changes of anything but adapters since the first look."""
+    """Number of changes since the first look, of anything but adapters."""
     adapters: str
-    """Digest of the adapters in force; empty if none is."""
+    """Digest of the active adapters; empty if there is none."""
     beyond: tuple[str, ...]
-    """What the model has besides the parameters and buffers that its configuration says."""
+    """What the model has besides the parameters and buffers that its configuration implies."""
     unknown: str | None
-    """The first place that holds something which cannot be described, and what; None: there is no such place."""
+    """The first place that holds something which cannot be described, and what it is, or None."""
     at_random: str | None = None
-    """A module in training mode that computes at random; None: there is none."""
+    """A module in training mode that computes at random, or None."""
 
 
 class Weights:
-    """One model's weights. Any thread; holds no reference to the model."""
+    """The weights of one model. Thread-safe; holds no reference to the model."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
-        """Of each identity that the model had: the digest of its weights then."""
+        """Digest of the weights for each identity that the model had."""
         self.first: dict[str, int] = {}
         """By the fingerprint of a store whose pages the user named: the generation that its first request saw."""
         self._lock = RLock()
@@ -69,11 +69,11 @@ class Weights:
         self._base = ""
 
     def look(self, model: PreTrainedModel) -> State:
-        """Return the state of the weights now.
+        """Return the present state of the weights.
 
-        Costs about a millisecond where nothing has changed. A change is seen if it goes through the tensors, modules or
-        attributes (``copy_``, ``load_state_dict``, an optimiser, another ``Parameter``, another adapter). Writing
-        through ``.data`` or in NumPy leaves no trace: it is seen where it reaches the bytes that are sampled, so
+        Takes about a millisecond if nothing has changed. A change is detected if it goes through tensors, modules or
+        attributes (``copy_``, ``load_state_dict``, an optimiser, another ``Parameter``, another adapter). A write
+        through ``.data`` or in NumPy leaves no trace: it is detected only if it changes one of the sampled bytes, so
         reliably if it changes a whole tensor.
         """
         with self._lock:
@@ -87,14 +87,16 @@ class Weights:
             return self._look_anew(model)
 
     def same(self, model: PreTrainedModel, state: State) -> bool:
-        """Whether the weights are still those of ``state``, as far as tensors and adapters show. For every pass."""
+        """Return whether the weights are still those of ``state``, as far as tensors and adapters show. Called in every
+        pass.
+        """
         walk = self._walk
         if walk is not None and self._state == state and not walk.weights_changed():
             return True
         return self.look(model) == state
 
     def digest(self, model: PreTrainedModel, seen: State | None = None) -> str:
-        """Return a digest of all that decides K/V now, or did when ``seen`` was looked at, just before.
+        """Return a digest of everything that decides K/V now, or that did when ``seen`` was taken, just before.
 
         The content of each tensor is hashed once, until it changes.
         """
@@ -109,7 +111,7 @@ class Weights:
             return joined((self._base, state.adapters, *state.beyond))
 
     def feed_base(self, model: PreTrainedModel, feed: Callable[[bytes | memoryview], None]) -> None:
-        """Hand the class, configuration and tensors of the plain model to ``feed``, in their order, every byte."""
+        """Pass class, configuration and all tensors of the plain model, every byte, to ``feed`` in their order."""
         with self._lock:
             self.look(model)
             assert self._walk is not None
@@ -157,7 +159,7 @@ _lock = RLock()
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """Return what is known of this model's weights. Any thread."""
+    """Return the weights object of this model. Thread-safe."""
     with _lock:
         if model not in _of_model:
             _of_model[model] = Weights()
@@ -167,8 +169,9 @@ def weights_of(model: PreTrainedModel) -> Weights:
 def plain_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model, or the model itself.
 
-    ValueError for a PEFT model whose prompts are learned (its K/V do not follow from tokens), for a compiled wrapper,
-    and for anything that is not a model of transformers.
+    Raises:
+        ValueError: It is a PEFT model with learned prompts (its K/V do not follow from tokens), a compiled wrapper, or
+            not a model of transformers.
     """
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -188,7 +191,7 @@ def plain_model(model: Any) -> PreTrainedModel:
 
 
 def _as_built(model: PreTrainedModel) -> Walk:
-    """What the walk finds in a model newly built from the same configuration, without weights.
+    """Return the walk of a model newly built from the same configuration, without weights.
 
     Empty if the class cannot be built so; then everything that the model has is described.
     """
@@ -202,35 +205,37 @@ def _as_built(model: PreTrainedModel) -> Walk:
     return walk
 
 
-# The identities of the models, by the fingerprint of the pages that were described for them.
+# identities of models, by the fingerprint of the pages that were described for them
 _given: dict[str, tuple[str, ...]] = {}
 _made: set[str] = set()
-"""Identities that ``model_identity`` returned: what is named by one is no name that a user thought of."""
+"""Identities that ``model_identity`` returned, as opposed to names that a user chose."""
 
 
 def remember(fingerprint: str, identities: tuple[str, ...]) -> None:
-    """Note whose pages have this fingerprint, unless a user thought of one of the names."""
+    """Record whose pages have this fingerprint, unless a user chose one of the names."""
     if _made.issuperset(identities):
         _given[fingerprint] = identities
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over everything that decides a model's K/V: its class, config, weights and adapters in force.
+    """Return a SHA-256 over everything that decides a model's K/V: class, configuration, weights and active adapters.
 
-    It reads the tensors in memory, every byte, so weights edited in place, merged adapters or another dtype give
-    another identity, whatever the files on disk say. Quantised weights, tensors that are plain attributes, hooks that
-    may change a result, another ``forward`` and the source of classes that are not transformers' own count too. A PEFT
-    model with its adapters off has the identity of the model inside. It takes about a second per gigabyte.
+    Every byte of the tensors in memory is read, so weights edited in place, merged adapters or another dtype give
+    another identity, whatever the files on disk contain. Quantised weights, tensors that are plain attributes, hooks
+    that may change a result, another ``forward``, and the source of classes that are not part of transformers count as
+    well. A PEFT model with its adapters off has the identity of the model inside. Takes about a second per gigabyte.
 
-    Raises ValueError, naming the place, for weights that are not in memory and objects whose content cannot be read.
     Not covered: hooks that return nothing and call code that writes into the tensors that they are given.
+
+    Raises:
+        ValueError: Weights are not in memory, or an object's content cannot be read. The message names the place.
     """
     plain = plain_model(model)
     weights = weights_of(plain)
     digest = sha256()
 
     def feed(raw: bytes | memoryview) -> None:
-        """Length first: no two lists of fields have the same bytes."""
+        """Feed the length first, so that different lists of fields never have the same bytes."""
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
 
@@ -250,12 +255,15 @@ def weights_now(
 ) -> tuple[tuple[State, ...], tuple[str, ...]]:
     """Return the state of the models' weights, and what keys need besides tokens if the store has another name.
 
-    The second is empty while the weights are those that ``page_specs`` or ``model_identity`` saw; else one item of
-    ``extra``, the same for the same weights in every process. Where the user chose the store's name, it stands for the
-    weights at the first request, and adapters in force are an item in any case. ``told``: the user's own ``extra``
-    tells these weights apart.
+    The second value is empty while the weights are those that ``page_specs`` or ``model_identity`` saw; otherwise it is
+    one item of ``extra``, the same for the same weights in every process. If the user chose the store's name, that
+    stands for the weights at the first request, and active adapters are an item in any case.
 
-    Raises ValueError if the pages are another model's, or if the weights have changed and cannot be told apart.
+    Args:
+        told: The user's own ``extra`` distinguishes these weights.
+
+    Raises:
+        ValueError: The pages belong to another model, or the weights have changed and cannot be distinguished.
     """
     fingerprint = str(store.stats()["fingerprint"])
     identities = _given.get(fingerprint)
@@ -277,7 +285,7 @@ def weights_now(
 
 
 def _unless(weights: Weights, model: PreTrainedModel, state: State, identity: str) -> str:
-    """The digest of a model's weights, unless they are those of this identity."""
+    """Return the digest of a model's weights, or "" if they are those of this identity."""
     if identity not in weights.names and model_identity(model) != identity:
         raise ValueError(
             "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
@@ -289,7 +297,7 @@ def _unless(weights: Weights, model: PreTrainedModel, state: State, identity: st
 
 
 def _since_first(weights: Weights, model: PreTrainedModel, state: State, fingerprint: str, told: bool) -> str:
-    """The adapters in force, and the digest of all weights if they have changed since the first request."""
+    """Return the active adapters, and the digest of all weights if they have changed since the first request."""
     first = weights.first.setdefault(fingerprint, state.generation)
     if state.generation == first:
         return state.adapters

@@ -1,7 +1,7 @@
-"""All that a model holds, described so that equal descriptions compute equal K/V, and whether it is still so.
+"""A description of everything that a model holds, and a fast check whether it is unchanged.
 
-One walk goes through all modules: parameters, buffers, attributes of any kind, hooks, adapters, and the code of classes
-that no known package defines.
+Equal descriptions compute equal K/V. One walk visits all modules: parameters, buffers, attributes of any kind, hooks,
+adapters, and the code of classes that no known package defines.
 """
 
 # torch leaves some of its functions untyped:
@@ -40,16 +40,16 @@ _NOT_IDENTITY = (
     "transformers_version",
     "dtype",
 )
-"""Config entries that say how a model is stored or run, not what it computes (class and dtype are hashed apart)."""
+"""Config entries about how a model is stored or run, not what it computes (class and dtype are hashed separately)."""
 
 PREPARE_INPUTS = "prepare_inputs_for_generation"
 """The method of a model that ``generate`` calls before each forward pass."""
 ROPE_STATE = "rope_deltas"
 """The attribute in which transformers' models of images and text keep positions between calls."""
 _OF_REQUESTS = (PREPARE_INPUTS, ROPE_STATE)
-"""Attributes that come and go with requests (``hooks``): no part of what a model computes of tokens."""
+"""Attributes that come and go with requests (``hooks``) and do not affect what a model computes from tokens."""
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""Attributes that every module has: parameters, buffers, children and hooks, which are looked at apart."""
+"""Attributes of every module: parameters, buffers, children and hooks, which are examined separately."""
 _IGNORED = frozenset(
     (
         *_OF_TORCH,
@@ -84,22 +84,22 @@ _IGNORED = frozenset(
         "warnings_issued",
     )
 )
-"""Attributes that say how a model was loaded or how ``generate`` uses it, not what it computes."""
+"""Attributes about how a model was loaded or how ``generate`` uses it, not what it computes."""
 _OF_TUNERS = frozenset(
     ("_disable_adapters", "_active_adapter", "merged_adapters", "_caches", "kwargs", "_adapters")
 )
-"""Attributes of an adapter layer that say which adapter is in force, which is looked at apart."""
+"""Attributes of an adapter layer that name the active adapters, which are examined separately."""
 _KNOWN_CODE = frozenset(
     ("accelerate", "bitsandbytes", "peft", "tierstore", "torch", "torchao", "transformers")
 )
-"""Packages whose code is told apart by its name; any other by its source."""
+"""Packages whose code is identified by its name. Code of other packages is identified by its source."""
 _HARMLESS = frozenset(("accelerate", "tierstore", "torch", "transformers"))
-"""Packages whose hooks move weights, or derive them from parameters that are seen."""
+"""Packages whose hooks move weights, or derive them from parameters that are examined."""
 _OF_ALL: dict[str, Any] = {
     "_forward_pre_hooks": torch.nn.modules.module._global_forward_pre_hooks,
     "_forward_hooks": torch.nn.modules.module._global_forward_hooks,
 }
-"""Hooks of every module of every model."""
+"""Hooks that apply to every module of every model."""
 _CONTAINERS = (Mapping, list, tuple, AbstractSet, deque)
 _SAMPLE_NBYTES = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -122,11 +122,11 @@ def config_text(config: PreTrainedConfig) -> str:
 
 
 class Contents:
-    """Digests of the content of tensors, each taken once while the tensor stays as it is."""
+    """Digests of tensors' content, computed once while a tensor is unchanged."""
 
     def __init__(self) -> None:
         self.whole = True
-        """False: contents have changed where tensors do not show it."""
+        """False if contents have changed in a way that tensors do not show."""
         self._known: dict[int, tuple[ReferenceType[torch.Tensor], tuple[int, int], str]] = {}
 
     def clear(self) -> None:
@@ -134,7 +134,7 @@ class Contents:
         self.whole = False
 
     def of(self, tensor: torch.Tensor, more: Callable[[bytes | memoryview], None] | None = None) -> str:
-        """Dtype, shape and a digest of the bytes, which are handed to ``more`` too."""
+        """Return dtype, shape and a digest of the bytes, which are also passed to ``more``."""
         mark, known = _mark(tensor), self._known.get(id(tensor))
         if more is None and known is not None and known[0]() is tensor and known[1] == mark:
             return known[2]
@@ -152,7 +152,9 @@ class Contents:
         return text
 
     def feed(self, tensor: torch.Tensor, feed: Callable[[bytes | memoryview], None]) -> None:
-        """The bytes of a tensor, and of the tensors that it is made of. ValueError if they are not here."""
+        """Pass the bytes of a tensor, or of its component tensors, to ``feed``. ValueError if they are not in
+        memory.
+        """
         tensor = _bare(tensor)
         if tensor.is_meta:
             raise ValueError(
@@ -174,7 +176,7 @@ class Contents:
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes and count of writes, without what a subclass makes of calls."""
+    """Return a tensor with the same bytes and write count, without a subclass's behaviour."""
     if type(tensor) in _PLAIN or is_traceable_wrapper_subclass(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -182,7 +184,7 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
-    """What a tensor that is no plain array of numbers is made of; None: it is a plain one."""
+    """Return the component tensors of a tensor that is not a plain array of numbers; None if it is plain."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         return f"{type(tensor).__qualname__} {names} {context}", [getattr(tensor, name) for name in names]
@@ -205,7 +207,7 @@ def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's bytes are and how often they were written; 0 where torch does not say."""
+    """Return the address of a tensor's bytes and how often they were written; 0 where torch does not know."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [_mark(getattr(tensor, name)) for name in names]
@@ -216,7 +218,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Seen(NamedTuple):
-    """A module as it was: the ids of what it holds, and of what is in the containers among its attributes."""
+    """A module at the time of the walk: ids of what it holds, and of what the containers among its attributes hold."""
 
     module: ReferenceType[torch.nn.Module]
     own: tuple[int, ...]
@@ -224,7 +226,7 @@ class _Seen(NamedTuple):
     inner: tuple[tuple[str, tuple[object, ...]], ...]
     hooks: tuple[int, ...]
     kept: tuple[object, ...]
-    """The numbers and strings among them: as long as they live, their ids are not used again."""
+    """The numbers and strings among them. Keeping them alive keeps their ids from being reused."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Seen:
@@ -240,7 +242,7 @@ class _Seen(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A parameter or buffer as it was."""
+    """A parameter or buffer at the time of the walk."""
 
     module: ReferenceType[torch.nn.Module]
     kind: str
@@ -251,7 +253,7 @@ class _Placed(NamedTuple):
 
 
 def _any_changed(seen: Iterable[_Seen]) -> bool:
-    """Whether a module has another attribute, child or hook. Called for every request: one loop, no more calls."""
+    """Return whether a module has another attribute, child or hook. Called for every request, so it is one loop."""
     for one, ids, children, inner, hooks, _ in seen:
         module = one()
         if module is None:
@@ -275,7 +277,7 @@ def _ids_of_attributes(own: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _content_ids(value: object) -> tuple[object, ...]:
-    """What a container holds: leaves by value, so that no id that is used again is taken for the old one."""
+    """Return what a container holds, with leaves by value, so that a reused id is not mistaken for the old one."""
     if isinstance(value, Mapping):
         return tuple((key, _content_ids(each)) for key, each in value.items())
     if isinstance(value, list | tuple | AbstractSet):
@@ -286,7 +288,7 @@ def _content_ids(value: object) -> tuple[object, ...]:
 
 
 def _hooks_of(own: dict[str, Any]) -> list[Callable[..., Any]]:
-    """The hooks that may change what a module computes."""
+    """Return the hooks that may change what a module computes."""
     found = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     return [hook for hook in found if not (_package(hook) in _HARMLESS or _only_looks(hook))]
 
@@ -296,13 +298,13 @@ def _hook_ids(own: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _package(found: Any) -> str:
-    """The package whose code this is."""
+    """Return the package that defines this code."""
     while isinstance(found, functools.partial):
         found = found.func
     if isinstance(found, MethodType):
         found = found.__func__
     if isinstance(found, FunctionType):
-        # Not ``__module__``, which functools.wraps copies from the function that is wrapped.
+        # not ``__module__``, which functools.wraps copies from the wrapped function
         return str(found.__globals__.get("__name__") or "builtins").partition(".")[0]
     if not isinstance(found, type | BuiltinFunctionType):
         found = type(found)
@@ -310,7 +312,7 @@ def _package(found: Any) -> str:
 
 
 def _only_looks(hook: Any) -> bool:
-    """Whether a hook returns nothing and writes into nothing, as far as its code and the functions it calls show."""
+    """Return whether a hook returns nothing and writes nothing, as far as its code and the functions it calls show."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = hook.__func__ if isinstance(hook, MethodType) else hook
@@ -331,7 +333,9 @@ def _only_looks(hook: Any) -> bool:
 
 
 def _writes(function: FunctionType, owner: type, seen: set[CodeType]) -> bool:
-    """Whether a function may write into what it is given, itself or in a function of Python that it calls by name."""
+    """Return whether a function may write into its arguments, directly or in a Python function that it calls by
+    name.
+    """
     code = function.__code__
     if code in seen or _package(function) in _HARMLESS:
         return False
@@ -350,20 +354,20 @@ def _writes(function: FunctionType, owner: type, seen: set[CodeType]) -> bool:
 
 
 class Walk:
-    """One walk through a model: what it found, and enough to see cheaply whether that is still so."""
+    """The result of one walk through a model, and what is needed to check cheaply whether it still holds."""
 
     def __init__(self, contents: Contents) -> None:
         self.items: dict[str, str] = {}
-        """By place: classes of modules, their attributes and hooks."""
+        """Classes of modules, their attributes and hooks, by place."""
         self.adapters: list[str] = []
         self.code: set[str] = set()
-        """Sources of classes and functions that are of no package known here."""
+        """Sources of classes and functions that are of no known package."""
         self.at_random: str | None = None
-        """A module whose results are random now, or depend on other tokens: it is in training mode."""
+        """A module in training mode, whose results are random or depend on other tokens."""
         self.unknown: dict[str, str] = {}
-        """By place: what cannot be described."""
+        """What cannot be described, by place."""
         self.base_marks: list[tuple[str, int, tuple[int, int]]] = []
-        """Of the plain model's tensors: name, id, and where its bytes are and how often they were written."""
+        """Tensors of the plain model: name, id, address of the bytes, and how often they were written."""
         self._contents = contents
         self._parameters: list[tuple[str, ReferenceType[torch.Tensor]]] = []
         self._buffers: list[tuple[str, ReferenceType[torch.Tensor]]] = []
@@ -371,7 +375,7 @@ class Walk:
         self._places: dict[int, str] = {}
         self._seen: list[_Seen] = []
         self._tuners: list[_Seen] = []
-        """Of adapter layers: what may be switched between two passes of one request."""
+        """Adapter layers: what may be switched between two passes of one request."""
         self._placed: list[_Placed] = []
         self._loose: list[tuple[ReferenceType[torch.Tensor], int, int]] = []
         self._odd: list[tuple[ReferenceType[torch.Tensor], tuple[int, int]]] = []
@@ -379,13 +383,13 @@ class Walk:
         self._classes: dict[type, tuple[int, ...]] = {}
         self._class_data: list[tuple[type, str, tuple[object, ...]]] = []
         self._called: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = []
-        """Of functions of known packages: their globals, the functions among these that they call, and their ids."""
+        """Functions of known packages: their globals, the functions among these that they call, and their ids."""
         self._hooks_of_all = _hook_ids(_OF_ALL)
         self._cells: list[tuple[ReferenceType[FunctionType], tuple[object, ...]]] = []
         self._objects: list[tuple[Callable[[], Any], tuple[object, ...]]] = []
         self._open: set[int] = set()
         self._told: dict[int, tuple[object, str]] = {}
-        """Of each object its description, and the object, so that its id is not used again during the walk."""
+        """The description of each object, and the object, so that its id is not reused during the walk."""
         self._samples: list[tuple[ReferenceType[torch.Tensor], int, tuple[int, ...], int, bytes]] = []
         self._samples_on_card: list[tuple[list[tuple[ReferenceType[torch.Tensor], int]], bytes]] = []
 
@@ -402,7 +406,7 @@ class Walk:
         self._take_samples()
 
     def tensors_of_base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The plain model's parameters and then its buffers, each once."""
+        """Yield the plain model's parameters and then its buffers, without duplicates."""
         for name, one in (*self._parameters, *self._buffers):
             tensor = one()
             if tensor is None:
@@ -412,7 +416,7 @@ class Walk:
     # -- whether it is still so ---------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Whether any module, attribute, tensor or hook is another one, or any tensor was written since."""
+        """Return whether a module, attribute, tensor or hook was replaced, or a tensor was written, since the walk."""
         return (
             self.weights_changed()
             or _any_changed(self._seen)
@@ -427,7 +431,7 @@ class Walk:
         )
 
     def weights_changed(self) -> bool:
-        """Whether a parameter or buffer is another one or was written, or an adapter was switched. Cheap."""
+        """Return whether a parameter or buffer was replaced or written, or an adapter was switched. Cheap."""
         for owner, kind, name, one, address, version in self._placed:
             module, tensor = owner(), one()
             if (
@@ -445,7 +449,7 @@ class Walk:
         return _any_changed(self._tuners)
 
     def samples_differ(self) -> bool:
-        """Whether sampled bytes are others now, in a tensor that is where it was."""
+        """Return whether sampled bytes differ in a tensor whose address is unchanged."""
         for one, address, places, size, raw in self._samples:
             tensor = one()
             if tensor is None or _bare(tensor).data_ptr() != address:
@@ -455,7 +459,7 @@ class Walk:
         return any(_sample_on_card(tensors) != raw for tensors, raw in self._samples_on_card)
 
     def _take_samples(self) -> None:
-        """A few bytes of the beginning, the middle and the end of each tensor."""
+        """Sample a few bytes from the beginning, the middle and the end of each tensor."""
         cards: dict[torch.device, list[tuple[ReferenceType[torch.Tensor], int]]] = {}
         for one in [
             *(p.tensor for p in self._placed),
@@ -470,7 +474,7 @@ class Walk:
             if tensor.device.type != "cpu":
                 cards.setdefault(tensor.device, []).append((one, address))
                 continue
-            # Transposed and strided tensors too: from the first of their bytes to the last.
+            # also for transposed and strided tensors: from the first to the last of their bytes
             extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             nbytes = extent * tensor.element_size()
             size = min(_SAMPLE_NBYTES, nbytes)
@@ -517,7 +521,7 @@ class Walk:
                 self._module(_at(place, name), child)
 
     def _attributes(self, place: str, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        """What a module has besides parameters, buffers and children."""
+        """Yield what a module has besides parameters, buffers and children."""
         own = module.__dict__
         moved = "_hf_hook" in own and _package(own["_hf_hook"]) == "accelerate"
         for name, value in own.items():
@@ -530,7 +534,7 @@ class Walk:
             yield "extra state", self._token(module.get_extra_state(), _at(place, "extra state"))
 
     def _adapter(self, place: str, module: torch.nn.Module, tuner: _Tuner) -> None:
-        """An adapter layer stands for the layer that it wraps; the adapters in force come on top of that."""
+        """Describe an adapter layer as the layer that it wraps, plus the active adapters."""
         for each in module.modules():
             if each is not tuner.base and (each is module or id(each) not in self._modules):
                 self._watch(each)
@@ -570,7 +574,7 @@ class Walk:
         self._seen.append(_Seen.of(module))
 
     def _keep(self, value: object) -> None:
-        """Notice when the object goes: its id may be another's then."""
+        """Detect when the object dies, since its id may be reused then."""
         try:
             self._alive.append(ref(value))
         except TypeError:
@@ -590,7 +594,7 @@ class Walk:
     # -- descriptions -------------------------------------------------------------------------------------------
 
     def _token(self, value: Any, place: str) -> str:
-        """A description that is the same for equal values in every process."""
+        """Return a description that is the same for equal values in every process."""
         if isinstance(value, torch.device):
             return "device"
         if isinstance(value, Enum):
@@ -658,7 +662,7 @@ class Walk:
         return f"tensor {type(value).__name__} {self._contents.of(value)} {more}"
 
     def _loose_module(self, module: torch.nn.Module, place: str) -> str:
-        """A module that is an attribute, or belongs to an adapter."""
+        """Describe a module that is an attribute, or belongs to an adapter."""
         known = self._modules.get(id(module))
         if known is not None:
             return f"module {known}"
@@ -671,13 +675,13 @@ class Walk:
         return f"module {joined(own)}"
 
     def _class(self, kind: type) -> str:
-        """A class by its name; one that is of no known package by its source and state too."""
+        """Describe a class by its name, and by its source and state, too, if it is of no known package."""
         for each in kind.__mro__:
             own = _package(each) not in _KNOWN_CODE
             if each in self._classes or _package(each) in sys.stdlib_module_names:
                 continue
             if each is PreTrainedModel or not (own or issubclass(each, torch.nn.Module)):
-                continue  # how models are loaded, saved and asked
+                continue  # about how models are loaded, saved and queried
             self._classes[each] = _ids_of_class(each)
             if own:
                 self.code.add(f"{each.__qualname__} {_source_of(each)}")
@@ -696,7 +700,9 @@ class Walk:
         return f"{kind.__module__}.{kind.__qualname__}" if known else kind.__qualname__
 
     def _function_of_class(self, function: FunctionType, place: str) -> None:
-        """A function of a class, and those that it wraps: its code unless a known package's, and what it calls."""
+        """Describe a class's function and those that it wraps: what it calls, and its code unless of a known
+        package.
+        """
         found: Any = function
         while isinstance(found, FunctionType):
             if _package(found) not in _KNOWN_CODE:
@@ -711,7 +717,7 @@ class Walk:
             found = vars(found).get("__wrapped__")
 
     def _callable(self, value: Any, place: str) -> str | None:
-        """A function by its name and code, with all that it has bound; None: it is an object of another kind."""
+        """Describe a function by its name, its code and everything it has bound; None for objects of another kind."""
         if isinstance(value, functools.partial):
             bound = [self._token(each, place) for each in (value.func, value.args, value.keywords)]
             return f"partial {joined(bound)}"
@@ -732,7 +738,7 @@ class Walk:
         return None
 
     def _instance(self, value: Any, place: str) -> str:
-        """An object by its class and attributes, or by the state that it gives for being saved."""
+        """Describe an object by its class and attributes, or by the state that it gives for pickling."""
         if isinstance(value, torch.ScriptObject):
             try:
                 return f"script {value._type()} {self._token(value.__getstate__(), place)}"
@@ -759,7 +765,7 @@ class Walk:
 
 
 def _is_random(module: torch.nn.Module) -> bool:
-    """Whether a module in training mode drops values at random, adds noise, or normalises over the batch."""
+    """Return whether a module in training mode uses dropout or noise, or normalizes over the batch."""
     if not module.training:
         return False
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
@@ -777,7 +783,7 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tuner:
-    """An adapter layer: the layer that it wraps, the adapters in force, and the names of the others."""
+    """An adapter layer: the layer that it wraps, the active adapters, and the names of the others."""
 
     base: torch.nn.Module | None
     active: tuple[str, ...]
@@ -785,9 +791,9 @@ class _Tuner:
 
 
 def _tuner(module: torch.nn.Module) -> _Tuner | None:
-    """What PEFT's layers say of themselves; None: the module is none of them.
+    """Return what PEFT's layers report about themselves; None if the module is not one of them.
 
-    Merged adapters are in the weights of the wrapped layer, and the layer alone computes.
+    Merged adapters are in the weights of the wrapped layer, which then computes alone.
     """
     utils = sys.modules.get("peft.tuners.tuners_utils")
     other = sys.modules.get("peft.utils.other")
@@ -812,12 +818,12 @@ def _tuner(module: torch.nn.Module) -> _Tuner | None:
 
 
 def _is_buffers(value: object) -> bool:
-    """Whether it is PEFT's dictionary of buffers, which is a module and no mapping."""
+    """Return whether this is PEFT's dictionary of buffers, which is a module but not a mapping."""
     return isinstance(value, torch.nn.Module) and type(value).__name__ == "BufferDict"
 
 
 def _held_by(value: object) -> dict[str, Any]:
-    """An object's attributes, those in slots too."""
+    """Return an object's attributes, including those in slots."""
     own = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name in kind.__dict__.get("__slots__", ()):
@@ -827,7 +833,7 @@ def _held_by(value: object) -> dict[str, Any]:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether a class of Python has no attribute at all: nothing is kept where it does not show."""
+    """Return whether a Python class has no attributes at all, so that nothing is hidden in its objects."""
     return type(value).__flags__ & (1 << 9) != 0 and type(value).__basicsize__ <= object.__basicsize__ + 16
 
 
@@ -840,13 +846,13 @@ def _cells(function: FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # not set yet
             found.append(None)
     return found
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """What the code names and its module has: data, functions, and objects of classes that are of no known package."""
+    """Return the globals that the code names: data, functions, and objects of classes that are of no known package."""
     codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()
@@ -858,7 +864,7 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it is a class, or an object of one, that is of no known package."""
+    """Return whether this is a class, or an object of a class, that is of no known package."""
     package = _package(value if isinstance(value, type) else type(value))
     return not isinstance(value, ModuleType) and not (
         package in _KNOWN_CODE or package in sys.stdlib_module_names or package == "builtins"
@@ -866,12 +872,12 @@ def _is_own(value: Any) -> bool:
 
 
 def _is_strange(called: FunctionType | type) -> bool:
-    """Whether it is of no known package, and so was put in the place of a function or class of a known one."""
+    """Return whether this is of no known package, and so replaced a function or class of a known one."""
     return _package(called) not in _KNOWN_CODE and _package(called) not in sys.stdlib_module_names
 
 
 def _names_called(function: FunctionType) -> tuple[str, ...]:
-    """The functions and classes that the code names and its module has."""
+    """Return the functions and classes of its module that the code names."""
     found = function.__globals__
     names = sorted(name for name in {*function.__code__.co_names} if name in found)
     return tuple(name for name in names if isinstance(found[name], FunctionType | type))
@@ -882,7 +888,7 @@ def _ids_of_called(found: dict[str, Any], names: tuple[str, ...]) -> tuple[int, 
 
 
 def _ids_of_class(kind: type) -> tuple[int, ...]:
-    """The ids of a class's attributes."""
+    """Return the ids of a class's attributes."""
     return tuple(map(id, vars(kind).values()))
 
 
@@ -894,14 +900,14 @@ def _cell_ids(function: FunctionType) -> tuple[object, ...]:
 
 
 def _code_text(code: CodeType) -> str:
-    """A digest of what a function does, the same in every process of one version of Python."""
+    """Return a digest of what a function does, equal in every process of the same Python version."""
     constants = [_code_text(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return joined((code.co_code.hex(), *constants, *code.co_names, *code.co_freevars))
 
 
 @functools.lru_cache(maxsize=1024)
 def _source_of(kind: type) -> str:
-    """A digest of the file that defines a class; without a file, of its functions."""
+    """Return a digest of the file that defines a class, or of its functions if there is no file."""
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
     if path is not None and Path(path).is_file():
@@ -911,12 +917,12 @@ def _source_of(kind: type) -> str:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor are in one piece of memory."""
+    """Return whether the numbers of a tensor are in one piece of memory."""
     return not tensor.is_meta and tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def _sample_on_card(tensors: list[tuple[ReferenceType[torch.Tensor], int]]) -> bytes:
-    """A few bytes of the middle of each tensor that is where it was, fetched from the card at once."""
+    """Return a few bytes from the middle of each tensor with an unchanged address, fetched from the GPU in one copy."""
     parts = []
     for one, address in tensors:
         tensor = one()

@@ -1,4 +1,4 @@
-"""What the pages of a model look like, and which models can be served."""
+"""The geometry of a model's pages, and which models can be served."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class LayerPlace:
 class KvShape:
     """The K and V of a model: its layers by KV group, and how far back each group looks.
 
-    Full attention comes first, then sliding windows; a model of one kind has one group.
+    Full attention comes first, then sliding windows. A model with one kind of layers has one group.
     """
 
     places: tuple[LayerPlace, ...]
     windows: tuple[int | None, ...]
-    """Of each group: the tokens a query sees, its own included; None: all."""
+    """For each group, the tokens that a query sees, its own included; None for all."""
     num_kv_heads: int
     head_dim: int
 
     @property
     def window(self) -> int | None:
-        """The tokens that any layer looks back; None if one of them looks back to the first."""
+        """Tokens that any layer looks back; None if one of them looks back to the first."""
         spans = [span for span in self.windows if span is not None]
         return max(spans) if len(spans) == len(self.windows) else None
 
 
 def kv_shape(config: PreTrainedConfig) -> KvShape:
-    """Return the K and V of a model. ValueError, naming the reason, for what this adapter cannot serve."""
+    """Return the K and V of a model. ValueError, with the reason, if this adapter cannot serve it."""
     text = config.get_text_config(decoder=True).to_dict()
     kinds = layer_kinds(text)
     order: list[str] = [kind for kind in ("full_attention", "sliding_attention") if kind in kinds]
@@ -64,9 +64,14 @@ def kv_shape(config: PreTrainedConfig) -> KvShape:
 def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str, model_id: str) -> PageSpec:
     """Return the page geometry of a model whose layers are all of one kind, with K and V per head.
 
-    ``page_size`` in tokens; ``dtype`` is that of the K/V the model computes (``model.dtype``); ``model_id`` must
-    change whenever equal tokens would give other K/V (``model_identity``). Raises ValueError for models that this
-    adapter cannot serve, and for those that need several KV groups (``page_specs``).
+    Args:
+        config: The model's configuration.
+        page_size: Tokens per page.
+        dtype: Dtype of the K/V that the model computes (``model.dtype``).
+        model_id: Must change whenever equal tokens would give other K/V (``model_identity``).
+
+    Raises:
+        ValueError: This adapter cannot serve the model, or it needs several KV groups (``page_specs``).
     """
     specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
     if len(specs) > 1:
@@ -82,13 +87,20 @@ def page_specs(
     draft: PreTrainedModel | None = None,
     model_id: str | None = None,
 ) -> tuple[PageSpec, ...]:
-    """Return the KV groups of a model's pages, and of those of the model that drafts for it, if there is one.
+    """Return the KV groups of a model's pages, and of its draft model's, if there is one.
 
-    One group for a model of one kind of layers; two for full attention and sliding windows (Gemma 3). A draft model's
-    groups come after: a page then holds the K/V of both for the same tokens, under one key, so that they cannot part.
-    Reads every weight, as ``model_identity`` does. ``model_id``: a name to use instead, which must change whenever
-    equal tokens would give other K/V; no weight is read then. Raises ValueError for models that this adapter cannot
-    serve.
+    There is one group for a model with one kind of layers, two for full attention and sliding windows (Gemma 3). A
+    draft model's groups follow: a page then holds the K/V of both for the same tokens under one key, so they are always
+    together. Reads every weight, as ``model_identity`` does, unless ``model_id`` is given.
+
+    Args:
+        model: The model.
+        page_size: Tokens per page.
+        draft: The model that ``generate`` is given as assistant.
+        model_id: A name to use instead of the weights. It must change whenever equal tokens would give other K/V.
+
+    Raises:
+        ValueError: This adapter cannot serve the models.
     """
     models = [plain_model(each) for each in ((model,) if draft is None else (model, draft))]
     for each in models:
@@ -128,7 +140,7 @@ def _specs(
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Raise ValueError for a class of models whose state is not K and V of the tokens before, or not only."""
+    """Raise ValueError for a class of models whose state is not, or not only, K and V of the preceding tokens."""
     name = type(model).__name__
     if model._is_stateful:
         raise ValueError(
@@ -141,7 +153,8 @@ def check_kind(model: PreTrainedModel) -> None:
 def layer_kinds(text: dict[str, Any]) -> list[str]:
     """Return "full_attention" or "sliding_attention" for each layer of a text model's configuration.
 
-    Raises ValueError, naming the reason, unless every layer keeps K and V per head of the tokens it looks at.
+    Raises:
+        ValueError: A layer does not keep K and V per head for the tokens it looks at. The message gives the reason.
     """
     missing = [
         name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in text
@@ -187,7 +200,7 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
 
 
 def _rope_types(text: dict[str, Any]) -> set[str]:
-    """The kinds of rotary embeddings in a configuration, whose parameters may be given for each kind of layer."""
+    """Return the kinds of rotary embeddings in a configuration, which may be given per kind of layer."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
     return {str(kind) for one in each for kind in (one.get("rope_type"), one.get("type")) if kind}

@@ -1,8 +1,9 @@
-"""The stored prefix of a prompt: how it is found, brought into HBM, held by a lease, and awaited layer by layer.
+"""The stored prefix of a prompt: how it is found, loaded into HBM, leased, and awaited layer by layer.
 
 ``open_prefix`` fills a block table with the longest stored prefix. ``Prefixes`` is the index that finds a stored page
-which only begins like the prompt. ``Arrival`` lets the first layers be computed while the bytes of the last ones are
-still in flight, as LMCache's and LayerKV's layer-wise loads do. ``Holding`` keeps sealed pages under a lease.
+of which only the beginning matches the prompt. ``Arrival`` lets the first layers be computed while the bytes of the
+last ones are still in flight, like the layer-wise loads of LMCache and LayerKV. ``Holding`` keeps sealed pages under a
+lease.
 """
 
 from __future__ import annotations
@@ -28,44 +29,44 @@ _POLL_S = 0.001
 
 
 class Arrival:
-    """What one sequence waits for. For the thread of its sequence."""
+    """Pages that a sequence waits for. For the sequence's thread."""
 
     def __init__(self, pages: PageGroups, lease: Lease, slots: Sequence[int], timeout_s: float) -> None:
-        """``lease``: of the prefix, in ``slots``. The sequence releases it, not this object."""
+        """Wait for the pages of ``lease``, in ``slots``. The sequence, not this object, releases the lease."""
         self._pages = pages
         self._lease = lease
         self._slots = list(slots)
         self._deadline = monotonic() + timeout_s
         self.half: Lease | None = None
-        """Of a page that is to be copied; released in the end."""
+        """Lease of the page that is to be copied; released at the end."""
         self._into = -1
         self._missed = False
-        """A layer was computed without its bytes, or over other slots, whatever came later."""
+        """True if a layer was computed without its bytes or over other slots. It stays True if they arrive later."""
         self._copied: set[tuple[int, int]] = set()
 
     @property
     def over(self) -> bool:
-        """Whether all of it is there. Ends nothing: say ``settle``."""
+        """Whether everything has arrived. Ends nothing; call ``settle``."""
         here = self.half is None and self._pages.reach(self._lease, 0.0) is LeaseState.READY
         return here and self._in_place()
 
     def comes(self) -> bool:
-        """Waits until the first layer is on its way; False: some of the prefix is lost already, say ``settle``.
+        """Wait until the first layer is in flight. False if some of the prefix has failed; then call ``settle``.
 
-        Until then a page may come into another slot than it was to, where somebody else has put it.
+        Until then a page may still move to another slot, if somebody else has put it there.
         """
         self._missed |= not self._queued(self._lease, 0)
         return not self._missed and self._in_place()
 
     def copy_page(self, lease: Lease, into: int) -> None:
-        """Copy the only page of ``lease`` into a slot, layer by layer as it comes. Releases the lease in the end."""
+        """Copy the only page of ``lease`` into a slot, layer by layer as it arrives. Releases the lease at the end."""
         self.half, self._into = lease, into
 
     def layer(self, group: int, index: int) -> None:
-        """From now on the caller's current stream, on the CPU the caller, has this layer of KV group ``group``.
+        """Make the caller's current stream (on the CPU: the caller) wait for this layer of KV group ``group``.
 
-        Waits no longer than the time that there is; what is computed over a layer that did not come does not count,
-        also where it came before the end.
+        Waits until the deadline at most. What is computed over a layer that did not arrive is void, even if it arrives
+        before the end.
         """
         here = self._queued(self._lease, index) and (self.half is None or self._queued(self.half, index))
         self._missed |= not here
@@ -76,9 +77,11 @@ class Arrival:
             self._copied.add((group, index))
 
     def settle(self) -> tuple[int, bool]:
-        """Waits for the rest: how many pages of the lease there are, and whether the copied page is right.
+        """Wait for the rest.
 
-        The time being up, then or at a layer before, none: the sequence must let go of the lease.
+        Returns:
+            How many pages of the lease arrived, and whether the copied page is right. After the deadline, then or at an
+                earlier layer, no page counts: the sequence must release the lease.
         """
         here = not self._missed and self._ended(self._lease)
         pages = self._lease.num_pages if here else 0
@@ -94,7 +97,7 @@ class Arrival:
         return pages, whole
 
     def drop(self) -> None:
-        """Nobody goes on from it."""
+        """Release what is awaited; nobody continues from it."""
         half, self.half = self.half, None
         if half is not None:
             with suppress(StoreClosed):
@@ -125,29 +128,33 @@ class Arrival:
 
 
 class SharedLease:
-    """A lease that several sequences of a family hold; the last one to let go releases it."""
+    """A lease that several sequences of a family hold. The last one to let go releases it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.holders = 1
 
     def share(self) -> SharedLease:
-        """One more holder."""
+        """Add a holder."""
         self.holders += 1
         return self
 
     def let_go(self) -> None:
-        """One holder less. StoreClosed if the store has been closed."""
+        """Remove a holder. Raises StoreClosed if the store has been closed."""
         self.holders -= 1
         if not self.holders:
             self.lease.release()
 
 
 class Holding:
-    """What one sequence holds: ``pages`` of its own numbers, without a gap. Not thread-safe, as the sequence."""
+    """The pages that a sequence holds: consecutive page numbers. Not thread-safe, like the sequence."""
 
     def __init__(self, terms: Terms, lease: SharedLease, pages: range, exact: bool | None = None) -> None:
-        """Takes over a hold of ``lease``. ``exact``: whether every lease before it was exact; None: there is none."""
+        """Take over a hold of ``lease``.
+
+        Args:
+            exact: Whether every lease before it was exact; None if there was none.
+        """
         self.pages = pages
         self.exact = lease.lease.exact if exact is None else exact
         """Whether every lease that the sequence had was exact."""
@@ -155,16 +162,23 @@ class Holding:
         self._lease = lease
 
     def share(self) -> Holding:
-        """The same for a fork."""
+        """Return the same hold for a fork."""
         return Holding(self._terms, self._lease.share(), self.pages, self.exact)
 
     def own(self, keys: Sequence[PageKey], slots: Sequence[int], pages: range) -> bool:
-        """Hold these pages, and no others, under a lease of this sequence alone.
+        """Hold exactly these pages, under a lease of this sequence alone.
 
-        ``keys``, ``slots``: of the pages. The store takes the last page of a lease for the parent of the next one
-        sealed under it. False, nothing changed, if one of the pages was evicted meanwhile: then nothing more of this
-        sequence can be found, and nothing is sealed. Nor is what was computed over inexact pages once a window has left
-        them behind: it would pass for exact.
+        The store takes the last page of a lease as the parent of the next one sealed under it. Pages computed over
+        inexact pages are refused once a window has left those behind, because they would be taken for exact.
+
+        Args:
+            keys: Keys of the pages.
+            slots: Slots of the pages.
+            pages: Numbers of the pages in the sequence.
+
+        Returns:
+            False, with nothing changed, if one of the pages was evicted. Then no later page of this sequence can be
+                found, and nothing is sealed.
         """
         lease = self._terms.store.acquire(keys, exact=self._terms.exact)
         if lease.slots != slots or (lease.exact and not self.exact):
@@ -175,11 +189,13 @@ class Holding:
         return True
 
     def owns(self, pages: range) -> bool:
-        """Whether it holds these pages, and no others, alone."""
+        """Return whether it alone holds exactly these pages."""
         return self._lease.holders == 1 and self.pages == pages
 
     def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
-        """Give pages from number ``start`` on to the store, and hold them; the slots that it answers with."""
+        """Give pages from number ``start`` on to the store and hold them. Returns the slots that the store
+        answers with.
+        """
         kept = self._terms.store.put(
             keys,
             slots,
@@ -191,9 +207,10 @@ class Holding:
         return kept
 
     def wait_for_writers(self) -> None:
-        """Wait until the held pages can be read: another request may have sealed the same ones and still write them.
+        """Wait until the held pages can be read: another request may have sealed the same ones and still be
+        writing them.
 
-        On a card the current stream waits, not the host. TimeoutError if they are not written in time.
+        On a GPU the current stream waits, not the host. Raises TimeoutError if they are not written in time.
         """
         timeout_s = self._terms.timeout_s
         if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:
@@ -202,46 +219,46 @@ class Holding:
             )
 
     def nothing(self) -> None:
-        """Let go of every page, for whoever needs room."""
+        """Release every page, because somebody needs space."""
         self._lease.let_go()
         self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
         self.pages = range(0)
 
     def let_go(self) -> None:
-        """The last call. StoreClosed if the store has been closed."""
+        """Release everything, as the last call. Raises StoreClosed if the store has been closed."""
         self._lease.let_go()
 
 
 class Prefixes:
-    """A ``RadixIndex`` that several threads may use. It forgets with the process: after a restart it fills anew."""
+    """A thread-safe ``RadixIndex``. It lives as long as the process and fills up again after a restart."""
 
     def __init__(self, page_size: int) -> None:
         self._index = RadixIndex(page_size)
         self._lock = Lock()
 
     def insert(self, root: bytes, token_ids: Sequence[int], keys: Sequence[PageKey]) -> None:
-        """These pages were sealed."""
+        """Record that these pages were sealed."""
         with self._lock:
             self._index.insert(root, token_ids, keys)
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """The pages that were sealed with these tokens, and the one that begins like the rest."""
+        """Return the pages that were sealed with these tokens, and the one that begins like the rest."""
         with self._lock:
             return self._index.longest(root, token_ids)
 
     def discard(self, key: PageKey) -> None:
-        """The store does not hold this page any more."""
+        """Record that the store no longer holds this page."""
         with self._lock:
             self._index.discard(key)
 
 
-# Requests of one store share what they know, whoever opened them; it goes with the store.
+# Requests of one store share its index, whoever made them. It is dropped together with the store.
 _of_store: WeakKeyDictionary[TierStore, Prefixes] = WeakKeyDictionary()
 _lock = Lock()
 
 
 def prefixes_of(store: TierStore, page_size: int) -> Prefixes:
-    """The index of this store. Any thread."""
+    """Return the index of this store. Thread-safe."""
     with _lock:
         if store not in _of_store:
             _of_store[store] = Prefixes(page_size)
@@ -249,45 +266,45 @@ def prefixes_of(store: TierStore, page_size: int) -> Prefixes:
 
 
 ROLLBACK = 64
-"""Tokens that are kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
+"""Tokens kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The page that a session left half full: a slot of our own, and what each model has written in it."""
+    """The page that a session left half-full: its own slot, and what each model has written there."""
 
     slot: int
     page: int
     tokens: tuple[int, ...]
-    """All tokens of the sequence up to the last one in the page: its K/V depend on them all."""
+    """All tokens of the sequence up to the last one in the page, since its K/V depend on all of them."""
     exact: bool
-    """Whether no page before it was inexact when it was written."""
+    """Whether all pages before it were exact when it was written."""
     root: bytes
-    """Of the request that wrote it: another salt, extra or other weights have no use for it."""
+    """Root of the request that wrote it. Requests with another salt, extra or other weights cannot use it."""
 
 
 @dataclass(slots=True)
 class Opening:
-    """What was found: ``table`` with ``num_tokens`` of the prompt in it, pages held by ``lease``."""
+    """The stored part of a prompt: a ``table`` with its first ``num_tokens``, in pages held by ``lease``."""
 
     table: BlockTable
     lease: SharedLease
     leased: range
     """The pages under the lease."""
     origins: list[tuple[Tier, int]] = field(default_factory=list)
-    """Where the tokens were found, in order: a tier and how many."""
+    """Where the tokens were found, in order: tier and number of tokens."""
     copied_tokens: int = 0
-    """Tokens of a page that was copied because the prompt leaves it half way."""
+    """Tokens of a page that was copied because the prompt diverges from it inside."""
     keys: Sequence[PageKey] = ()
-    """Of the prompt's full pages; none where nothing is looked up."""
+    """Keys of the prompt's full pages; empty if nothing is looked up."""
     arrival: Arrival | None = None
-    """What of it is still on its way; None: it is all there."""
+    """What is still in flight, or None."""
 
 
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
     """Fill an empty ``table`` with what the store has of ``prompt``. Waits up to ``terms.timeout_s``.
 
-    ``tail`` is used if it fits, else given back, in any case.
+    ``tail`` is used if it fits, and otherwise given back, also if this raises.
     """
     with given_back(terms.store, tail):
         keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
@@ -305,7 +322,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
             _copy_half_page(terms, opening, prompt, keys)
         if opening.arrival is not None and opening.arrival.over:
             opening.arrival = None
-        terms.store.poll()  # whoever computes for long without asking the store leaves the link without work
+        terms.store.poll()  # keeps the link busy while the caller computes without calling the store
     except BaseException:
         if opening.arrival is not None:
             opening.arrival.drop()
@@ -317,7 +334,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
 
 
 def give_back(store: TierStore, tail: Tail | None) -> None:
-    """Free the slot of a tail that nobody will go on in. A closed store has taken it back by itself."""
+    """Free the slot of a tail that nobody will continue. A closed store has already taken it back."""
     if tail is not None:
         with suppress(StoreClosed):
             store.free([tail.slot])
@@ -325,7 +342,7 @@ def give_back(store: TierStore, tail: Tail | None) -> None:
 
 @contextmanager
 def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
-    """Where this block raises nobody goes on in ``tail``."""
+    """Free the slot of ``tail`` if this block raises."""
     try:
         yield
     except BaseException:
@@ -334,15 +351,15 @@ def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
 
 
 def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
-    """The first page that a query after ``num_tokens`` tokens, or a little before, still looks at."""
+    """Return the first page that a query after ``num_tokens`` tokens, or slightly earlier, still looks at."""
     return 0 if terms.window is None else max(0, num_tokens - terms.window - ROLLBACK) // page_size
 
 
 def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[int], list[Tier]]:
-    """A lease on the stored prefix of ``keys``, its slots, and where each page of the prefix was found.
+    """Return a lease on the stored prefix of ``keys``, its slots, and where each page of the prefix was found.
 
-    The lease may begin later than the prefix: with windows, pages that no query looks at stay where they are. By layers
-    (``Terms.by_layers``) a page of it may still fail to come.
+    The lease may begin later than the prefix: with windows, pages that no query looks at are not loaded. Layer by layer
+    (``Terms.by_layers``), a page of it may still fail to arrive.
     """
     store = terms.store
     found = [] if terms.window is None else list(store.match(keys).tiers)
@@ -360,17 +377,17 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
             break
         slots, tiers = lease.slots, lease.tiers
         if len(slots) == count - first or terms.window is None:
-            # A page may get lost between the two.
+            # a page may be evicted between the two calls
             del slots[len(tiers) :], tiers[len(slots) :]
             return lease, slots, found[:first] + tiers
-        # A page of the window is gone: what ends before it has a window of its own.
+        # A page of the window is gone; the shorter prefix before it has a window of its own.
         count = first + len(slots) if slots else 0
         lease.release()
     return store.acquire([], exact=terms.exact), [], []
 
 
 def _comes(terms: Terms, lease: Lease) -> bool:
-    """Whether pages are there in time; by layers, those from disk: whether the first layer of them is on its way."""
+    """Wait for pages. Layer by layer, pages from disk count once their first layer is in flight."""
     if not terms.by_layers:
         return terms.pages.reach(lease, terms.timeout_s) is not LeaseState.PENDING
     if all(terms.store.tiers[tier].in_memory for tier in set(lease.tiers)):
@@ -382,10 +399,10 @@ def _comes(terms: Terms, lease: Lease) -> bool:
 
 
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
-    """Go on in the page that the session kept, as far as the prompt agrees with it.
+    """Continue the page that the session kept, as far as the prompt agrees with it.
 
-    Not in one that was computed with other weights, nor in an inexact one after exact pages: what is sealed under their
-    lease passes for exact.
+    Not a page computed with other weights, nor an inexact one after exact pages: what is sealed under their lease would
+    be taken for exact.
     """
     table = opening.table
     start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
@@ -399,9 +416,9 @@ def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail
 
 
 def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys: Sequence[PageKey]) -> None:
-    """Where a stored page begins like the rest of the prompt: a copy of it, to be written on after the split.
+    """Copy a stored page that begins like the rest of the prompt, to continue in the copy.
 
-    After exact pages an exact one only, as with a tail.
+    After exact pages it must be exact, like a tail.
     """
     pages = opening.leased.stop
     prefixes = prefixes_of(terms.store, terms.pages.page_size)
@@ -426,7 +443,7 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
 
 
 def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
-    """At once, or layer by layer while it comes: then the lease is the arrival's."""
+    """Copy now, or layer by layer as the page arrives; in that case the arrival owns the lease."""
     try:
         (slot,) = terms.store.allocate(1, timeout_s=terms.timeout_s)
     except CapacityError:
@@ -446,6 +463,6 @@ def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many items two sequences begin with alike."""
+    """Return the number of leading items that two sequences share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

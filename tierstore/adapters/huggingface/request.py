@@ -1,7 +1,7 @@
-"""What one request asks of the store: its prompts, its options, and the store's pages that it reads and writes.
+"""What one request asks of the store: its prompts, its options, and the pages that it reads and writes.
 
-``Terms`` are the options that all sequences of a request have in common. ``PageGroups`` are the store's pages as
-tensors, one for each KV group. ``unpadded`` takes the padding off the prompts.
+``Terms`` are the options that all sequences of a request share. ``PageGroups`` are the store's pages as tensors, one
+per KV group. ``unpadded`` removes the padding from prompts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from tierstore.types import LeaseState, require_flag, require_seconds, require_t
 
 
 class PageGroups:
-    """``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of KV group ``g``."""
+    """The store's pages. ``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of
+    group ``g``.
+    """
 
     def __init__(self, store: TierStore) -> None:
-        """ValueError unless every group has K and V per head."""
+        """Use the pages of ``store``. ValueError unless every group has K and V per head."""
         pages = store.pages
         self.groups = pages.groups if isinstance(pages, GroupedPages) else (pages,)
         if any(group.ndim != 6 or group.shape[2] != 2 for group in self.groups):
@@ -34,24 +36,24 @@ class PageGroups:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page holds."""
+        """Tokens per page."""
         return int(self.groups[0].shape[3])
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the pages."""
         return self.groups[0].device
 
     @property
     def num_layers(self) -> int:
-        """Of all groups together."""
+        """Number of layers in all groups."""
         return sum(int(group.shape[1]) for group in self.groups)
 
     def reach(self, lease: Lease, timeout_s: float) -> LeaseState:
         """Wait up to ``timeout_s`` until work launched from now on may read the pages of ``lease``.
 
-        On a card the host waits for copies only: the caller's current stream waits for pages that are still being
-        written, such as those an earlier request has just sealed.
+        On a GPU the host waits for copies only; the caller's current stream waits for pages that are still being
+        written, for example by an earlier request that has just sealed them.
         """
         if self.device.type != "cuda":
             return lease.wait(timeout_s)
@@ -62,7 +64,7 @@ class PageGroups:
         return state
 
     def copy(self, src: int, dst: int) -> None:
-        """Copy a page, all groups of it, into another slot."""
+        """Copy a page, with all its groups, into another slot."""
         for group in self.groups:
             group[dst].copy_(group[src])
 
@@ -73,27 +75,27 @@ class PageGroups:
 
 
 Storing = Literal["all", "memory-only", "read-only", "no-store"]
-"""What becomes of a request's pages.
+"""What happens to a request's pages.
 
     all          kept, in every tier
     memory-only  kept, never written to disk
-    read-only    what is there is reused, nothing is kept
+    read-only    stored pages are reused, nothing is kept
     no-store     nothing is looked up and nothing is kept
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The same for all sequences of a request."""
+    """Options that all sequences of a request share."""
 
     store: TierStore
     pages: PageGroups
     num_models: int
-    """How many models write into the pages: one, or two with a draft model."""
+    """Number of models that write into the pages: one, or two with a draft model."""
     weights: tuple[State, ...]
-    """What the weights of each model were when its K/V were looked up: all pages of the request are of these."""
+    """State of each model's weights when its K/V were looked up. All pages of the request belong to it."""
     window: int | None
-    """Tokens that any layer of any of the models looks back; None: to the first."""
+    """Tokens that any layer of any model looks back; None: to the first."""
     root: bytes
     """Separates salts and extras in the index of prefixes (``root_of``)."""
     salt: bytes = b""
@@ -101,10 +103,10 @@ class Terms:
     deadline_s: float | None = None
     timeout_s: float = 10.0
     wait_for_room_s: float = 1.0
-    """Seconds that a prompt waits for room in HBM while pages are being saved; never longer than ``timeout_s``."""
+    """Longest wait of a prompt for space in HBM while pages are being saved, in seconds; at most ``timeout_s``."""
     storing: Storing = "all"
     exact: bool = False
-    """Pages that went through a lossy codec, or were computed over such, are computed anew."""
+    """Compute pages again that went through a lossy codec, or were computed over such pages."""
 
     def __post_init__(self) -> None:
         check_storing(self.storing)
@@ -121,15 +123,15 @@ class Terms:
 
     @property
     def keeps(self) -> bool:
-        """Whether pages of this request may be found by later ones."""
+        """Whether later requests may find pages of this one."""
         return self.storing in ("all", "memory-only")
 
     @property
     def by_layers(self) -> bool:
-        """Whether the first layers may be computed while the stored prefix of the last ones is on its way.
+        """Whether the first layers may be computed while the last ones of the stored prefix are in flight.
 
-        A page that does not come after all is computed again from the tokens alone: not where an extra with a position
-        says that tokens stand for something else. Draft models, windows and deadlines look at what is there before
+        A page that fails to arrive is then computed from the tokens alone, which is wrong if an extra with a position
+        says that tokens stand for something else. Draft models, windows and deadlines need to know what is there before
         they begin.
         """
         return (
@@ -141,21 +143,21 @@ class Terms:
 
     @property
     def plain_tokens(self) -> int | None:
-        """Tokens before the first placed extra: beyond them equal tokens may have other K/V; None: no limit."""
+        """Tokens before the first placed extra, beyond which equal tokens may have other K/V; None without a limit."""
         return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)
 
 
 def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra]) -> bytes:
-    """The same for requests whose equal tokens have equal keys, and for no others. Placed extras do not count.
+    """Return a root that is equal for requests whose equal tokens have equal keys. Placed extras do not count.
 
-    The key of one page that is the same for everybody: so what separates keys separates roots.
+    It is the key of one fixed page, so whatever separates keys separates roots.
     """
     shared = [item for item in extra if not isinstance(item, tuple)]
     return store.keys([0] * page_size, salt=salt, extra=shared)[0]
 
 
 def check_storing(storing: str) -> None:
-    """Raise ValueError for what is no ``Storing``."""
+    """Raise ValueError unless ``storing`` is a ``Storing``."""
     if storing not in get_args(Storing):
         raise ValueError(f"storing must be one of {', '.join(get_args(Storing))}, got {storing!r}")
 
@@ -165,7 +167,8 @@ def unpadded(
 ) -> tuple[list[list[int]], int]:
     """Return the tokens of each row without its padding, and the width of the batch.
 
-    ValueError for an empty batch or row, another shape, or a mask that hides anything but columns on the left.
+    Raises:
+        ValueError: A batch or row is empty, the shape is wrong, or the mask hides anything but columns on the left.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim == 1:

@@ -1,10 +1,10 @@
-"""One sequence on a store: its block table, what each model has written of it, and when its pages are sealed.
+"""One sequence on a store: its block table, what each model has written, and when its pages are sealed.
 
-    sealed pages     the store's, held by this sequence's lease, read only; found by later requests
-    private pages    its own, or shared with its forks: writable by one alone, given back on close
+    sealed pages     the store's, held by this sequence's lease, read-only; found by later requests
+    private pages    its own, or shared with its forks: writable if not shared, given back on close
 
-It knows tokens, keys and slots; nothing of transformers. Feeding a token that the pages hold already at its place
-writes nothing: so a fully stored prompt computes its last token and leaves its pages alone.
+It knows tokens, keys and slots, but nothing of transformers. Feeding a token that the pages already hold at its
+position writes nothing, so a fully stored prompt computes its last token without changing its pages.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tierstore.types import PageKey, Tier
 
 
 class PageKeys:
-    """Of one sequence. Not thread-safe, as the sequence."""
+    """The page keys of one sequence. Not thread-safe, like the sequence."""
 
     def __init__(self, terms: Terms, prompt: Sequence[int] = (), keys: Sequence[PageKey] = ()) -> None:
-        """``prompt``: that it was opened for, and ``keys`` of its full pages."""
+        """Begin with the ``prompt`` that the sequence was opened for, and the ``keys`` of its full pages."""
         self._terms = terms
         self._prompt = prompt
         self._of_prompt = keys
         self._made: list[PageKey] = []
 
     def to(self, stop: int, known: Sequence[int]) -> list[PageKey]:
-        """The keys of the first ``stop`` pages of the ``known`` tokens, which fill them."""
+        """Return the keys of the first ``stop`` pages of the ``known`` tokens, which fill them."""
         if len(self._made) < stop:
             tokens = known[: stop * self._terms.pages.page_size]
             if len(self._of_prompt) >= stop and tokens == self._prompt[: len(tokens)]:
@@ -48,11 +48,11 @@ class PageKeys:
         return self._made[:stop]
 
     def cut(self, pages: int) -> None:
-        """The tokens of all pages but the first are others from now on."""
+        """Forget the keys after the first ``pages``, because later tokens change."""
         del self._made[pages:]
 
     def copy(self) -> PageKeys:
-        """The same for a fork."""
+        """Return the same for a fork."""
         other = PageKeys(self._terms, self._prompt, self._of_prompt)
         other._made = list(self._made)
         return other
@@ -68,13 +68,13 @@ class Written:
     """Where its last forward pass ended."""
 
     def cut(self, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` count."""
+        """Forget all but the first ``num_tokens``."""
         self.held, self.fed = min(self.held, num_tokens), min(self.fed, num_tokens)
         del self.tokens[num_tokens:]
 
 
 def agreed(models: Sequence[Written]) -> int:
-    """Tokens from the first that are known, and whose K/V every model has written."""
+    """Return the number of leading tokens that are known and whose K/V every model has written."""
     known = models[0].tokens
     stop = min(min(each.held, len(each.tokens)) for each in models)
     if all(each.tokens[:stop] == known[:stop] for each in models[1:]):
@@ -85,41 +85,43 @@ def agreed(models: Sequence[Written]) -> int:
 class PagedSequence:
     """A sequence that begins with the longest stored prefix of its prompt and grows page by page.
 
-    Writing takes three steps, so that a batch can make room for all of its sequences at once: ``begin`` says what is
-    to be written, ``missing_slots`` and ``grow`` make room, ``finish`` declares it written in all layers of a model.
-    Not thread-safe; one sequence belongs to one thread at a time.
+    Writing takes three steps, so that a batch can allocate space for all its sequences at once: ``begin`` says what is
+    to be written, ``missing_slots`` and ``grow`` allocate, ``finish`` declares it written in all layers of a model. Not
+    thread-safe.
     """
 
     def __init__(self, terms: Terms, table: BlockTable, prompt: Sequence[int]) -> None:
-        """Takes over a table; use ``open`` or ``fork``."""
+        """Take over a table; use ``open`` or ``fork``."""
         self.table = table
         self.written = [Written() for _ in range(terms.num_models)]
         self.origins: list[tuple[Tier, int]] = []
-        """Where the tokens it began with were found, in order: a tier and how many."""
+        """Where the tokens it began with were found, in order: tier and number of tokens."""
         self.copied_tokens = 0
-        """Of these, tokens of a page that was copied because the prompt leaves it half way."""
+        """Tokens of these in a page that was copied because the prompt diverges from it inside."""
         self._terms = terms
         self.expected = list(prompt)
-        """The prompt it was opened for, as far as it was not taken back."""
+        """The part of its prompt that was not removed by ``truncate``."""
         self._keys = PageKeys(terms)
         self._unlisted: Sequence[PageKey] = ()
-        """Of the first pages, if the last sealed ones are not in the index of prefixes yet."""
+        """Tokens of the first pages, if the last sealed ones are not in the index of prefixes yet."""
         self.arrival: Arrival | None = None
-        """What it began with and is still on its way: say ``settle`` before anything but a forward pass."""
+        """Stored pages that are still in flight. Call ``settle`` before anything but a forward pass."""
         self._holding: Holding | None = None
-        """Its sealed pages; None: it is closed."""
+        """Its sealed pages; None once it is closed."""
         self._confirmed = 0
-        """Tokens that are not taken back as rejected drafts."""
+        """Tokens that will not be removed as rejected drafts."""
 
     @classmethod
     def open(
         cls, terms: Terms, private: PrivateSlots, prompt: Sequence[int], tail: Tail | None = None
     ) -> PagedSequence:
-        """A sequence for ``prompt``; pages come up and stay pinned. A ``tail`` passes into its hands.
+        """Open a sequence for ``prompt``; stored pages are loaded and stay pinned. Takes over ``tail``.
 
-        By layers (``Terms.by_layers``) they may still be on their way: ``arrival``.
+        Layer by layer (``Terms.by_layers``) they may still be in flight; see ``arrival``. A prefix that does not arrive
+        within ``terms.timeout_s`` is computed instead.
 
-        A prefix that does not arrive within ``terms.timeout_s`` is computed instead. ValueError for an empty prompt.
+        Raises:
+            ValueError: The prompt is empty.
         """
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -134,7 +136,7 @@ class PagedSequence:
 
     @property
     def held(self) -> int:
-        """Tokens from the first whose K/V every model has in the pages."""
+        """Number of leading tokens whose K/V every model has in the pages."""
         return min(each.held for each in self.written)
 
     @property
@@ -151,7 +153,7 @@ class PagedSequence:
             )
 
     def settle(self) -> bool:
-        """Waits for what is on its way; whether some of it did not come: it is held no longer, but still expected."""
+        """Wait for pages in flight. Returns whether some failed: they are not held any more, but still expected."""
         arrival, self.arrival = self.arrival, None
         if arrival is None or self._holding is None:
             return False
@@ -159,7 +161,7 @@ class PagedSequence:
         if pages == len(self._holding.pages) and half:
             return False
         if not pages:
-            # It may have begun to wait for the next page only.
+            # it may have started to wait for the next page only
             self._holding.nothing()
         self._holding.pages = range(pages)
         for written in self.written:
@@ -170,9 +172,9 @@ class PagedSequence:
         return True
 
     def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
-        """``model`` is fed tokens ``[start, stop)``: the first of them that has to be written.
+        """Prepare for ``model`` to be fed tokens ``[start, stop)``. Returns the first of them that must be written.
 
-        What the model wrote from there on counts no longer. ``token_ids``: None if they are not known.
+        Everything that the model wrote from there on becomes void. ``token_ids``: None if they are not known.
         """
         self._list_sealed()
         written = self.written[model]
@@ -186,34 +188,40 @@ class PagedSequence:
         return first
 
     def missing_slots(self, first: int, stop: int) -> int:
-        """Slots that ``grow`` with these needs."""
+        """Return the number of slots that ``grow`` needs for these tokens."""
         return self.table.missing_slots(stop, first) if first < stop else 0
 
     def grow(self, first: int, stop: int, slots: Sequence[int]) -> None:
-        """Make tokens ``[first, stop)`` writable in ``slots``, which are ours from now on. Copies shared pages."""
+        """Make tokens ``[first, stop)`` writable in ``slots``, which belong to the sequence now. Copies shared
+        pages.
+        """
         if first < stop:
             for copy in self.table.extend(stop, slots, first):
                 self._terms.pages.copy(copy.src, copy.dst)
 
     def finish(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> None:
-        """``model`` has written tokens up to ``stop`` in all its layers: seal the pages that all models filled."""
+        """Note that ``model`` has written tokens up to ``stop`` in all layers, and seal pages that all models
+        filled.
+        """
         written = self.written[model]
         written.held, written.fed = max(written.held, stop), stop
         if token_ids is not None and len(written.tokens) >= start:
             written.tokens[start:stop] = token_ids
         self.table.advance(max(self.table.num_tokens, stop))
         if model == 0:
-            # Beyond the prompt, all tokens of a pass but the first may be drafts that are about to be taken back.
+            # Beyond the prompt, all tokens of a pass but the first may be drafts that will be removed.
             drafts = stop - start <= ROLLBACK
             self._confirmed = max(start + 1, min(stop, len(self.expected))) if drafts else stop
         self._seal(self._confirmed)
         self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens, of every model; pages of our own return to the store, and
-        sealed ones behind them are let go.
+        """Forget all but the first ``num_tokens`` tokens, of every model.
 
-        ValueError, nothing changed, where the window behind them is gone.
+        Private pages behind them return to the store, and sealed ones are released.
+
+        Raises:
+            ValueError: The window behind them is gone. Nothing changes.
         """
         window = self._terms.window
         needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
@@ -230,7 +238,7 @@ class PagedSequence:
         self._cut_table(num_tokens)
 
     def reset(self) -> None:
-        """Forget every token, of every model; pages of our own return to the store, and sealed ones are let go."""
+        """Forget every token, of every model. Private pages return to the store, and sealed ones are released."""
         self._list_sealed()
         for written in self.written:
             written.cut(0)
@@ -241,7 +249,7 @@ class PagedSequence:
             self._holding.nothing()
 
     def fork(self) -> PagedSequence:
-        """A second sequence that begins like this one: all pages are shared until one of them writes."""
+        """Return a second sequence that begins like this one. Pages are shared until one of them writes."""
         self._list_sealed()
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
@@ -251,11 +259,13 @@ class PagedSequence:
         return other
 
     def equals(self, other: PagedSequence) -> bool:
-        """Whether both have the same tokens in the same pages."""
+        """Return whether both have the same tokens in the same pages."""
         return self.table.slots == other.table.slots and self.written == other.written
 
     def take_tail(self) -> Tail | None:
-        """The half full last page, if it is ours alone and all models wrote the same: the caller's from now on."""
+        """Return the half-full last page, if it is not shared and all models wrote the same. The caller owns it
+        then.
+        """
         stop = self._agreed()
         if self._holding is not None:
             self._seal(stop)
@@ -265,7 +275,7 @@ class PagedSequence:
         if not count or self._holding is None or not self.table.private.sole(slot := self.table.slots[page]):
             return None
         tokens = tuple(self.known[:stop])
-        # Also what was made room for and never written: only the one page leaves the family.
+        # also what was allocated and never written: only the one page leaves the family
         self._give_back(self.table.truncate(stop))
         self.table.private.hand_over(slot)
         del self.table.slots[page:]
@@ -275,7 +285,7 @@ class PagedSequence:
         return Tail(slot, page, tokens, self._holding.exact, self._terms.root)
 
     def close(self) -> None:
-        """Seal what is full, give back the rest and let go of the lease. The second call does nothing."""
+        """Seal full pages, give back the rest and release the lease. A second call has no effect."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.drop()
@@ -293,11 +303,11 @@ class PagedSequence:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _agreed(self) -> int:
-        """Tokens from the first that are known, and whose K/V every model has written."""
+        """Return the number of leading tokens that are known and whose K/V every model has written."""
         return agreed(self.written)
 
     def _seal(self, num_tokens: int) -> None:
-        """Give every full page of ours within ``num_tokens`` to the store, and take the slots it answers with."""
+        """Give every full private page within ``num_tokens`` to the store, and use the slots it answers with."""
         full = min(num_tokens, self._agreed()) // self.table.page_size
         if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
             return
@@ -317,14 +327,16 @@ class PagedSequence:
         self._unlisted = keys[:count]
 
     def _list_sealed(self) -> None:
-        """What was sealed joins the index of prefixes: not before the token that waits for the end of a pass is out."""
+        """Add sealed pages to the index of prefixes, but not before the token that waits for the end of a pass is
+        out.
+        """
         keys, self._unlisted = self._unlisted, ()
         if keys:
             tokens = self.known[: len(keys) * self.table.page_size]
             prefixes_of(self._terms.store, self.table.page_size).insert(self._terms.root, tokens, keys)
 
     def _own_lease(self, stop: int) -> bool:
-        """Hold the pages before ``stop``, and no others, alone. False: nothing more of this sequence is sealed."""
+        """Hold exactly the pages before ``stop``, alone. False: nothing more of this sequence can be sealed."""
         wanted = range(self.table.first_page, stop)
         if self._holding is None or self._holding.owns(wanted):
             return self._holding is not None
@@ -332,7 +344,7 @@ class PagedSequence:
         return self._holding.own(keys, slots, wanted)
 
     def _drop_behind_window(self) -> None:
-        """Sliding windows: pages that no layer looks at any more are the store's to move, or free again."""
+        """Release pages that no layer looks at any more because of sliding windows."""
         fed = min(each.fed for each in self.written)
         first = first_needed(self._terms, fed, self.table.page_size)
         if first <= self.table.first_page:
@@ -350,5 +362,5 @@ class PagedSequence:
             self._terms.store.free(slots)
 
     def _keys_to(self, stop: int) -> list[PageKey]:
-        """The keys of the first ``stop`` pages."""
+        """Return the keys of the first ``stop`` pages."""
         return self._keys.to(stop, self.known)

@@ -40,9 +40,9 @@ class Turn:
     """Tokens appended since the last turn's answer."""
     reused_tokens: int
     computed_tokens: int
-    """The new ones, and the last one before them: an answer's last token is sampled, not fed."""
+    """The new tokens and the last one before them: the last token of an answer is sampled, but not fed."""
     copied_tokens: int
-    """Reused tokens in a page that was copied, because the conversation leaves a stored one inside it."""
+    """Reused tokens in a page that was copied because the conversation diverges from the stored page inside it."""
     answer_tokens: int
 
 
@@ -202,7 +202,7 @@ class Session:
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
         """Copy the half full page for a fork inside it. Returns None if there is none, or no slot for the copy."""
-        # Under the lock, no other thread can release the page while it is copied. Nothing here waits.
+        # The lock keeps other threads from releasing the page during the copy. Nothing here waits.
         with self._home.lock:
             tail, page_size = self._tail, self._home.pages.page_size
             if tail is None or num_tokens <= tail.page * page_size:
