@@ -241,7 +241,9 @@ def test_a_lower_capacity_drops_nothing_while_the_last_files_are_empty(tmp_path:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, PAGE, 100_000, 8 << 20])
 def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path, nbytes: int) -> None:
-    with pytest.raises(ConfigError, match=r"nvme\.capacity is 4096.*at least (\d+)") as caught:
+    with pytest.raises(
+        ConfigError, match=r"nvme\.capacity must be at least (\d+) bytes .*, got 4096 bytes"
+    ) as caught:
         Rig(tmp_path / "home", capacity=4096, page_nbytes=nbytes, payload="extents")
     least = int(str(caught.value).split("at least ")[1].split()[0])
     rig = Rig(tmp_path / "home", capacity=least, page_nbytes=nbytes, payload="extents")

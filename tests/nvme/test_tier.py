@@ -216,7 +216,9 @@ def test_stats_count_what_happened(rig: Rig) -> None:
 
 
 def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nvme\.capacity is 4096.*at least (\d+)") as caught:
+    with pytest.raises(
+        ConfigError, match=r"nvme\.capacity must be at least (\d+) bytes .*, got 4096 bytes"
+    ) as caught:
         Rig(tmp_path / "home", capacity=4096)
     least = int(str(caught.value).split("at least ")[1].split()[0])
     rig = Rig(tmp_path / "home", capacity=least)

@@ -201,7 +201,7 @@ def test_a_batch_that_is_given_up_expects_nothing_any_more(bench: Bench) -> None
 
 
 def test_a_window_below_one_is_refused(store: TierStore) -> None:
-    with pytest.raises(ValueError, match="window is 0"):
+    with pytest.raises(ValueError, match="window must be an integer of at least 1, got 0"):
         ahead(store, "abc", lambda name: chain(1, name), window=0)
 
 

@@ -363,7 +363,8 @@ def test_a_disk_codec_that_is_not_the_memorys_is_refused_by_name(
     tmp_path: Path, codec: str, disk: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=rf"nvme.codec is '{re.escape(disk)}'.*host.codec '{codec}'.*none, {codec}"
+        ConfigError,
+        match=rf"nvme.codec must be one of none, {codec}.*host.codec '{codec}'.*got '{re.escape(disk)}'",
     ):
         open_store(tmp_path / "disk", codec, disk)
     assert not (tmp_path / "disk").exists()
@@ -377,7 +378,7 @@ def test_a_codec_of_many_lengths_is_refused_by_the_configuration(codec: str) -> 
 
 def test_pages_that_a_codec_does_not_encode_are_refused_at_open() -> None:
     spec = PageSpec(num_layers=2, page_size=4, num_kv_heads=1, head_dim=8, dtype="uint8", model="bytes")
-    with pytest.raises(ConfigError, match=r"host\.codec is 'int8'.*uint8"):
+    with pytest.raises(ConfigError, match=r"host\.codec must be 'none' or encode .*uint8.*got 'int8'"):
         TierStore.open(load_config(config(None)), spec)
 
 
