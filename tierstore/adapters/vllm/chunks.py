@@ -1,8 +1,8 @@
-"""Chunks of an engine's own host memory on our NVMe tier: bounded, checked, found again after a restart.
+"""Chunks of an engine's host memory on the NVMe tier: bounded, checked, and found again after a restart.
 
-For engines that keep a host tier themselves and offer a place below it. A chunk is whatever lies in one row of their
-memory; nothing here knows what is in it. The least recently used chunks leave first, and of those used at once the
-later ones, since a chunk without those before it is of no use.
+For engines that have their own host tier and offer a place below it. A chunk is one row of their memory; its content is
+not interpreted. The least recently used chunks are evicted first, and of chunks used together the later ones, because a
+chunk is useless without those before it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
     from tierstore.types import Ack
 
 _KEPT = frozenset({Failure.UNAVAILABLE, Failure.CLOSED})
-"""The chunk was not tried: its record is as good as it was."""
+"""Failures after which the chunk's record is still valid, because it was not read."""
 
 _PROBE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a job. ``arrived``: keys whose chunks are where they were to go, in the job's order.
+    """The end of a job.
 
-    ``complete``: all of them did. ``seconds``: from submission until the disk had answered. ``nbytes``: of the chunks
-    that moved.
+    Attributes:
+        arrived: Keys whose chunks reached their destination, in the job's order.
+        complete: All of them did.
+        seconds: Time from submission until the disk had answered.
+        nbytes: Bytes of the chunks that moved.
     """
 
     job: int
@@ -59,13 +62,18 @@ class _Job:
 
 
 class Chunks:
-    """The index of what is on disk, and the jobs under way. One caller at a time, of any thread; nothing blocks but
-    ``drain`` and ``close``.
+    """The index of the chunks on disk, and the jobs in flight.
+
+    Not thread-safe: one call at a time, from any thread. Only ``drain`` and ``close`` block.
     """
 
     def __init__(self, tier: NvmeTier, memory: NDArray[np.uint8], woken: Event) -> None:
-        """``memory``: ``[chunks, bytes]``, the engine's; it stays valid until ``close``. ``woken``: what the tier was
-        opened to set. The tier becomes this object's: what it holds is listed now.
+        """Take over the tier and list what it holds.
+
+        Args:
+            tier: The tier, owned by this object from now on.
+            memory: ``[chunks, bytes]``, the engine's; valid until ``close``.
+            woken: The event that the tier was opened to set.
         """
         self._tier = tier
         self._memory = memory
@@ -84,9 +92,9 @@ class Chunks:
         self._probed = 0.0
 
     def holds(self, key: bytes) -> bool:
-        """Whether a load of this chunk would be tried. O(1).
+        """Return whether a load of this chunk would be tried. O(1).
 
-        While the disk hangs or fails only one look in half a second is answered yes, so that its recovery is noticed.
+        While the disk hangs or fails, only one query per half second gives True, so that a recovery is noticed.
         """
         if _page_key(key) not in self._held:
             return False
@@ -99,16 +107,16 @@ class Chunks:
         return True
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These chunks, of one request in its order, were asked for."""
+        """Mark these chunks, of one request and in its order, as used."""
         for key in reversed(list(keys)):
             if (mine := _page_key(key)) in self._held:
                 self._held.move_to_end(mine)
 
     def store(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
-        """Write rows ``places`` under ``keys``; they must not change until the job is done.
+        """Write rows ``places`` under ``keys``. The rows must not change until the job is done.
 
-        Chunks that are there, or on their way, are not written again; the least recently used ones make room. What
-        finds none is left out: the job is not complete then.
+        Chunks that exist or are in flight are not written again; the least recently used ones are evicted to make
+        space. Chunks for which there is none are left out, and the job is not complete.
         """
         found = _Job(job, False, list(keys), time.monotonic())
         wanted = [(key, place) for key, place in zip(found.keys, places, strict=True) if self._is_new(key)]
@@ -127,7 +135,7 @@ class Chunks:
         self._tier.submit_write(self._transfer(found, Tier.HOST, self._tier.tier), rows)
 
     def load(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
-        """Fill rows ``places`` with the chunks of ``keys``; until the job is done they hold anything."""
+        """Fill rows ``places`` with the chunks of ``keys``. Their content is undefined until the job is done."""
         found = _Job(job, True, list(keys), time.monotonic())
         rows = [self._memory[int(place)] for place in places]
         found.moving = list(found.keys)
@@ -138,9 +146,9 @@ class Chunks:
         self._tier.submit_read(self._transfer(found, self._tier.tier, Tier.HOST), rows)
 
     def finished(self) -> list[Done]:
-        """Jobs that ended since the last call: nothing touches their rows any more.
+        """Return jobs that ended since the last call: nothing touches their rows any more.
 
-        A load whose read hangs ends when the disk answers, not before: until then its row may be written.
+        A load whose read hangs ends only when the disk answers; until then its row may be written.
         """
         for ack in self._tier.poll():
             self._take(ack)
@@ -148,7 +156,7 @@ class Chunks:
         return done
 
     def drain(self) -> None:
-        """Wait until every job has ended; ``finished`` names them then."""
+        """Wait until every job has ended; ``finished`` returns them afterwards."""
         while True:
             self._woken.clear()
             for ack in self._tier.poll():
@@ -158,14 +166,15 @@ class Chunks:
             self._woken.wait()
 
     def removed(self) -> list[PageKey]:
-        """Keys, as the tier knows them, of chunks that left since the last call."""
+        """Return the tier's keys of chunks that were removed since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
     def close(self, timeout_s: float) -> None:
-        """Write what is under way and let go of the directory and the engine's memory.
+        """Finish writes in flight, and release the directory and the engine's memory.
 
-        TierStoreError if the disk does not answer in time: a thread may still use the memory then.
+        Raises:
+            TierStoreError: The disk does not answer in time. A thread may still use the memory.
         """
         if not self._tier.close(seconds_to_wait("timeout_s", timeout_s)):
             raise TierStoreError(f"the disk did not answer within {timeout_s} s: its memory is still in use")
@@ -174,7 +183,7 @@ class Chunks:
         self._memory = self._memory[:0].copy()
 
     def stats(self) -> dict[str, object]:
-        """Figures of the tier below, and ``chunks``, ``used_nbytes``, ``under_way``, ``evicted``, ``no_room``."""
+        """Return the tier's figures, and ``chunks``, ``used_nbytes``, ``under_way``, ``evicted`` and ``no_room``."""
         mine = {"chunks": len(self._held), "used_nbytes": self._used, "under_way": len(self._jobs)}
         return {
             **self._tier.stats(),
@@ -187,7 +196,7 @@ class Chunks:
         return (mine := _page_key(key)) not in self._held and mine not in self._writing
 
     def _make_room(self) -> bool:
-        """Room for one more record; False if all that could leave is being read."""
+        """Make space for one more record. False if everything that could be evicted is being read."""
         cost = self._tier.record_nbytes
         limit = self._tier.budget_nbytes - (len(self._writing) + 1) * cost
         if self._used <= limit:
@@ -238,7 +247,7 @@ class Chunks:
             self._end(job)
 
     def _was_read(self, ended: Sequence[tuple[bytes, Failure | None]]) -> None:
-        """What could not be read is not there any more, unless it was not tried."""
+        """Forget chunks that could not be read, unless the read was not tried."""
         self._reading.subtract(_page_key(key) for key, _ in ended)
         self._reading = +self._reading
         self._forget(
@@ -260,7 +269,7 @@ class Chunks:
 
 
 def is_whole(key: bytes) -> bool:
-    """Whether the disk knows this key as it is: 36 bytes, as vLLM's are with SHA-256; of others it knows a digest."""
+    """Return whether the disk knows this key unchanged: 36 bytes, like vLLM's with SHA-256. Other keys are digested."""
     return len(key) == KEY_NBYTES
 
 

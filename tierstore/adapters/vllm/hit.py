@@ -1,9 +1,10 @@
-"""How many tokens of a prompt the connector answers to vLLM, and which pages that takes.
+"""How many tokens of a prompt the connector offers to vLLM, and which pages they take.
 
-``HitLookup.tokens`` gives the number: looked up once and repeated, however often vLLM asks. ``longest_hit`` finds the
-hit. A group of full attention needs all blocks up to the hit's end, a sliding window only those that the next token
-sees; the hit is the longest at whose end all windows are there, within what full attention has. ``costs`` may shorten
-it. ``pages_to_load`` names the pages and blocks of a hit that vLLM has taken; ``local_tokens`` says what vLLM holds.
+``HitLookup.tokens`` gives the number, which is looked up once and repeated however often vLLM asks. ``longest_hit``
+finds the hit. A group with full attention needs all blocks up to the hit's end, a sliding window only those that the
+next token sees; the hit is the longest one at whose end all windows exist, within what full attention has. ``costs``
+may shorten it. ``pages_to_load`` names the pages and blocks of a hit that vLLM has accepted; ``local_tokens`` says what
+vLLM holds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pages of one group: blocks from number ``first`` on, and the tier that has each."""
+    """Pages of one group: blocks from number ``first`` on, and the tier of each."""
 
     group: Group
     first: int
@@ -46,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A hit from token ``start`` to ``end``, and what of each group it takes."""
+    """A hit from token ``start`` to ``end``, and its pages in each group."""
 
     start: int
     end: int
@@ -54,16 +55,16 @@ class Hit:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Its length in tokens."""
         return self.end - self.start
 
     @property
     def pages(self) -> int:
-        """Pages that it takes."""
+        """Number of pages that it takes."""
         return sum(len(span.keys) for span in self.spans)
 
     def up_to(self, tokens: int) -> Hit:
-        """Its beginning."""
+        """Return the hit cut off after ``tokens`` tokens."""
         if tokens >= self.tokens:
             return self
         end = self.start + tokens
@@ -71,7 +72,7 @@ class Hit:
 
     @property
     def sources(self) -> dict[Tier, int]:
-        """Its tokens by the tier that full attention finds them in; without such a group, by the slowest of all."""
+        """Its tokens by the tier in which full attention finds them; without such a group, by the slowest of all."""
         whole = next((span for span in self.spans if not span.group.partial), None)
         if whole is not None:
             size = whole.group.block_size
@@ -91,7 +92,9 @@ class Hit:
 
 
 def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, find: Find) -> Hit:
-    """The longest hit from ``start`` on of at most ``limit`` tokens in all, a multiple of ``groups.unit``."""
+    """Return the longest hit from ``start`` on, of at most ``limit`` tokens in all and a multiple of
+    ``groups.unit``.
+    """
     unit = groups.unit
     end = max(start, limit // unit * unit)
     whole: list[tuple[int, Span]] = []
@@ -118,10 +121,10 @@ def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: i
 def pages_to_load(
     groups: Groups, chains: Sequence[KeyChain], tables: Sequence[Sequence[int]], start: int, end: int
 ) -> list[tuple[int, PageKey, int]]:
-    """What to load for the tokens from ``start`` to ``end``: the token at which a page begins, its key and its block.
+    """Return what to load for the tokens from ``start`` to ``end``: first token, key and block of each page.
 
-    Every block that the tables have there, for vLLM counts all of them as computed from then on. In the order of the
-    tokens at which they end: what arrives first is of use without the rest.
+    Includes every block that the tables have there, because vLLM counts all of them as computed from then on. Sorted by
+    the token at which they end, because what arrives first is usable without the rest.
     """
     found: list[tuple[int, int, PageKey, int]] = []
     for group, chain, table in zip(groups.all, chains, tables, strict=True):
@@ -139,9 +142,9 @@ def pages_to_load(
 def _windows(
     groups: Groups, chains: Sequence[KeyChain], start: int, end: int, find: Find
 ) -> list[Span | int]:
-    """Of each window its pages for a hit that ends there, or the token at which its first missing page begins.
+    """Return the pages of each window for a hit that ends at ``end``, or the token where the first missing page begins.
 
-    No hit that ends later than that, up to ``end``, has all pages either: it needs that one too.
+    No hit that ends between that token and ``end`` has all pages either, because it needs the same one.
     """
     spans: list[Span | int] = []
     for group, chain in zip(groups.all, chains, strict=True):
@@ -163,13 +166,17 @@ def _cut(span: Span, end: int) -> Span:
 
 
 _LOOKUP_ASKS = 64
-"""How often a lookup is repeated before pages are looked up again: a request that waits for room asks every step."""
+"""How often a result is repeated before pages are looked up again: a request that waits for space asks in every
+step.
+"""
 
 
 class HitLookup:
-    """Lookups in a store. ``put_off_s``: so long a request waits for what ``disk_prefetch`` brings up from disk.
+    """Lookups in a store.
 
-    ``costs``: pages are left where they are if computing is quicker, and nobody else wants the engine; None: never.
+    Args:
+        put_off_s: How long a request waits for what ``disk_prefetch`` reads from disk.
+        costs: Pages are not loaded if computing is faster and nobody else wants the engine; None: always load.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class HitLookup:
         costs: Costs | None = None,
     ) -> None:
         self.left = 0
-        """Pages that were left where they were."""
+        """Number of pages that were not loaded for that reason."""
         self._store = store
         self._groups = groups
         self._disk_prefetch = disk_prefetch
@@ -189,11 +196,13 @@ class HitLookup:
         self._costs = costs
 
     def tokens(self, known: RequestState, computed: int, others: int = 0) -> int | None:
-        """Tokens beyond ``computed``; None: ask again. ``others``: requests that want the engine meanwhile."""
+        """Return the number of tokens beyond ``computed``; None means ask again. ``others``: requests that want the
+        engine.
+        """
         return None if self._put_off(known) else self._lookup(known, computed, others).hit.tokens
 
     def wanted(self, known: RequestState, local: int) -> tuple[list[PageKey], int]:
-        """The pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
+        """Return the pages of the longest hit, and how many of them lie within the first ``local`` tokens."""
         if self._groups.whole:
             size = self._groups.unit
             return known.chains[0].first((known.request.num_tokens - 1) // size), local // size
@@ -216,7 +225,7 @@ class HitLookup:
         return lookup
 
     def _put_off(self, known: RequestState) -> bool:
-        """Whether the request is to wait in vLLM's queue; where it has waited its pages are looked up anew."""
+        """Return whether the request should wait in vLLM's queue. After waiting, its pages are looked up again."""
         if not self._put_off_s or self._disk_prefetch is None or known.put_off == math.inf:
             return False
         now = monotonic()
@@ -227,7 +236,7 @@ class HitLookup:
         return False
 
     def _worth(self, known: RequestState, hit: Hit, costs: Costs) -> Hit:
-        """What of it is loaded; the rest is brought up behind."""
+        """Return the part of the hit that is loaded; the rest is prefetched behind it."""
         loaded = hit.up_to(worth_loading(hit, known.request.num_tokens, costs))
         if loaded.tokens < hit.tokens:
             if not known.left:
@@ -238,7 +247,7 @@ class HitLookup:
         return loaded
 
     def _longest(self, known: RequestState, computed: int) -> Hit:
-        """The longest hit; at least one token is left to compute."""
+        """Return the longest hit. At least one token is left to compute."""
         limit = known.request.num_tokens - 1
         if known.limit is not None:
             limit = min(limit, known.limit)
@@ -246,18 +255,18 @@ class HitLookup:
 
 
 class Pool(Protocol):
-    """What is read of vLLM's block pool."""
+    """The part of vLLM's block pool that is used."""
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> object | None:
-        """The blocks with this hash, one a group; None: not all of the groups have one."""
+        """Return the blocks with this hash, one per group; None unless all groups have one."""
         ...
 
 
 def local_tokens(pool: Pool, groups: Groups, block_hashes: Sequence[bytes]) -> int:
-    """Tokens of the request that the engine holds now, as the first group of full attention has it.
+    """Return the number of the request's tokens that the engine holds now, by the first group with full attention.
 
-    vLLM reuses a prompt's last blocks first, so its end is looked for by halves: where a block before it is gone all
-    the same, pages behind that one come up only when they are asked for. Windows alone count as nothing.
+    vLLM reuses a prompt's last blocks first, so the end is found by bisection. If a block before it is missing all the
+    same, pages behind it are prefetched only when they are requested. Windows alone count as nothing.
     """
     group = groups.spine
     if group is None:

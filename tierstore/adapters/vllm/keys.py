@@ -1,9 +1,9 @@
-"""Page keys under vLLM: the identity of a model and its LoRA adapters, and vLLM's block hashes.
+"""Page keys under vLLM: the identity of a model and its LoRA adapters, combined with vLLM's block hashes.
 
-A key is the namespace and the block hash, which covers the whole prefix, made one. A block hash covers tokens, LoRA
-name and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``). The namespace covers everything else
-that decides what a model computes: weights, dtype, how it is spread over ranks, an adapter's files.
-A prompt of 131,072 tokens has 8,192 blocks to look up before its first token, so keys are made all at once.
+A key combines the namespace and the block hash, which covers the whole prefix. A block hash covers tokens, LoRA name
+and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``). The namespace covers everything else that
+decides what a model computes: weights, dtype, distribution over ranks, and an adapter's files. A prompt of 131,072
+tokens has 8,192 blocks to look up before its first token, so keys are made in bulk.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ class Hashed(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One a hash block, in order; grows as tokens come."""
+        """One hash per hash block, in order. It grows as tokens are added."""
         ...
 
 
 class KeyChain:
-    """The keys of one request's blocks, each computed once. ``stride``: hashes of a block, of which the last counts."""
+    """The keys of one request's blocks, each computed once.
+
+    Args:
+        stride: Hashes per block, of which the last one counts.
+    """
 
     def __init__(self, request: Hashed, namespace: bytes, stride: int = 1) -> None:
         self._request = request
@@ -47,11 +51,11 @@ class KeyChain:
         self._keys: list[PageKey] = []
 
     def first(self, blocks: int) -> list[PageKey]:
-        """The keys of so many blocks from the first on; fewer if fewer are full."""
+        """Return the keys of the first ``blocks`` blocks; fewer if fewer are full."""
         return self._keys[: self._grown(blocks)]
 
     def at(self, number: int) -> PageKey | None:
-        """The key of one block; None: it is not full."""
+        """Return the key of one block; None if it is not full."""
         return self._keys[number] if number < self._grown(number + 1) else None
 
     def _grown(self, blocks: int) -> int:
@@ -63,18 +67,18 @@ class KeyChain:
 
 
 def namespace(identity: str) -> bytes:
-    """32 bytes; equal only for equal identities."""
+    """Return 32 bytes that are equal only for equal identities."""
     return blake2b(
         identity.encode("utf-8", "surrogatepass"), digest_size=32, person=b"tierstore-vllm"
     ).digest()
 
 
 def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
-    """The key of each block, equal only for equal namespace and hash.
+    """Return the key of each block; keys are equal only if namespace and hash are.
 
-    Hashes of 32 bytes, vLLM's SHA-256, are digests already: the namespace, a digest too, is laid over them, bit by
-    bit. Who wanted two keys of different namespaces to meet would have to find hashes that differ by exactly that.
-    Others are digested.
+    Hashes of 32 bytes (vLLM's SHA-256) are digests already, and are combined bit by bit (XOR) with the namespace, which
+    is a digest, too. To make two keys of different namespaces collide, one would have to find hashes that differ by
+    exactly that. Other hashes are digested.
     """
     if set(map(len, hashes)) != {_HASH_NBYTES}:
         return [
@@ -89,17 +93,17 @@ def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
 _log = logging.getLogger("tierstore.adapters.vllm.identity")
 
 _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-"""Config entries that say how a model is stored or run; its dtype is named apart."""
+"""Config entries about how a model is stored or run; its dtype is named separately."""
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def identity(vllm_config: Any, model_id: str) -> str:
-    """JSON of the model, its weights, dtypes, attention and parallel layout, and of what the user says in ``model_id``.
+    """Return, as JSON, the model, its weights, dtypes, attention and parallel layout, and the user's ``model_id``.
 
-    Weights of a local folder are told apart by samples of every file, 1 MiB of each at most; those of a hub by their
-    commit. Both halves come to the same string, as does the next process for the same files.
+    Weights in a local folder are identified by samples of every file, at most 1 MiB each; those of a hub by their
+    commit. Scheduler and workers compute the same string, and so does the next process for the same files.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     folder = Path(model.model)
@@ -125,9 +129,9 @@ def identity(vllm_config: Any, model_id: str) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """Hex digest of the names, lengths and samples of all weight files in a folder, or of one file.
+    """Return a hex digest of names, lengths and samples of all weight files in a folder, or of one file.
 
-    Samples: the first 64 KiB, where safetensors keep their header, the last, and 14 between.
+    Samples are the first 64 KiB, where safetensors have their header, the last 64 KiB, and 14 pieces between.
     """
     files = [path] if path.is_file() else sorted(f for kind in _WEIGHTS for f in path.glob(kind))
     digest = sha256()
@@ -146,11 +150,11 @@ def _feed_samples(digest: hashlib._Hash, file: Path, size: int) -> None:
 
 
 _ALL_OF_ADAPTER = 256 << 20
-"""An adapter's file is read whole up to this size; of a larger one samples are read."""
+"""Largest size of an adapter's file that is read whole; larger files are sampled."""
 _OF_ADAPTER = ("adapter_config.json", *_WEIGHTS)
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
-"""Name, length, inode and times of each file of an adapter: as long as they stay, its content does."""
+"""Name, length, inode and times of each file of an adapter. While they are unchanged, so is its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,34 +162,34 @@ class Adapter:
     """A LoRA adapter as one request uses it."""
 
     number: int
-    """vLLM's ``lora_int_id``, by which it knows what it has loaded."""
+    """vLLM's ``lora_int_id``, which identifies what vLLM has loaded."""
     digest: str
-    """Of its files; part of the identity."""
+    """Digest of its files; part of the identity."""
     generation: int
-    """Counts how often files of this number were found changed."""
+    """How often files under this number were found changed."""
     reloads: bool
     """Whether the request makes vLLM load the files again."""
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """What vLLM has loaded under a number, as far as the files tell."""
+    """What vLLM has loaded under a number, as far as the files show."""
 
     path: Path
     signature: Signature
     digest: str | None
-    """None: it cannot be told whether vLLM has the files before or after a change."""
+    """None if it is unknown whether vLLM has the files from before or after a change."""
     generation: int = 0
     pending: bool = False
-    """Whether the load of changed files is still to come, with a request that asks for it."""
+    """Whether changed files are still to be loaded, by a request that asks for it."""
 
 
 class Adapters:
-    """The LoRA adapters of one engine, told apart by their files. For the scheduler's thread.
+    """The LoRA adapters of one engine, identified by their files. For the scheduler's thread.
 
-    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, may drop it and load it again. Files that
-    change meanwhile leave open which weights it computes with: nothing of that number is reused or stored any more,
-    until a request loads it again (``load_inplace``). An adapter trained anew gets another number, or a restart.
+    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, and may drop it and load it again. If files
+    change meanwhile it is unknown which weights it computes with, so nothing of that number is reused or stored until a
+    request loads it again (``load_inplace``). A newly trained adapter needs another number, or a restart.
     """
 
     def __init__(self) -> None:
@@ -193,9 +197,9 @@ class Adapters:
         self._warned: set[tuple[int, str]] = set()
 
     def of(self, lora: Any) -> Adapter | None:
-        """Return the adapter of vLLM's ``LoRARequest``; None, with a warning, if what vLLM computes cannot be told.
+        """Return the adapter of vLLM's ``LoRARequest``. None, with a warning, if it is unknown what vLLM computes.
 
-        Looks at the files' times for every request and reads their content when these change.
+        Checks the files' times for every request and reads their content when these change.
         """
         number, path = int(lora.lora_int_id), _adapter_folder(lora)
         reloads = bool(getattr(lora, "load_inplace", False))
@@ -225,14 +229,14 @@ class Adapters:
         return Adapter(number, known.digest, known.generation, reloads)
 
     def holds(self, adapter: Adapter, *, look: bool = False) -> bool:
-        """Whether what the request computes is still of these files. ``look``: at the files too."""
+        """Return whether the request still computes with these files. ``look``: check the files, too."""
         known = self._loaded[adapter.number]
         if look and known.generation == adapter.generation and _signature(known.path) != known.signature:
             self._unclear(adapter.number)
         return known.generation == adapter.generation and known.digest == adapter.digest
 
     def runs(self, adapter: Adapter) -> None:
-        """A request with the adapter runs: if it makes vLLM load the files again, they are loaded now."""
+        """Record that a request with the adapter runs; if it makes vLLM reload the files, that happens now."""
         known = self._loaded[adapter.number]
         if adapter.reloads and known.generation == adapter.generation:
             known.pending = False
@@ -256,7 +260,9 @@ class Adapters:
 
 
 def _adapter_folder(lora: Any) -> Path | None:
-    """Where vLLM loads the adapter from, as it resolves the path; None: not from files of this machine."""
+    """Return the folder from which vLLM loads the adapter, as it resolves the path; None if it is not on this
+    machine.
+    """
     given = str(getattr(lora, "lora_path", "") or "")
     elsewhere = ("tensorizer_config_dict", "lora_tensors")
     if not given or any(getattr(lora, name, None) is not None for name in elsewhere):
@@ -270,7 +276,7 @@ def _files_of_adapter(folder: Path) -> list[Path]:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """None if a file cannot be looked at, or there are no weights."""
+    """Return the signature, or None if a file cannot be examined or there are no weights."""
     try:
         found = [(file.name, file.stat()) for file in _files_of_adapter(folder)]
     except OSError:
@@ -281,7 +287,7 @@ def _signature(folder: Path) -> Signature | None:
 
 
 def _digest(folder: Path, signature: Signature) -> str | None:
-    """Of the files with this signature; None if they cannot be read, or changed meanwhile."""
+    """Return a digest of the files with this signature; None if they cannot be read, or changed meanwhile."""
     digest = sha256()
     try:
         for file in _files_of_adapter(folder):
@@ -297,7 +303,9 @@ def _digest(folder: Path, signature: Signature) -> str | None:
 
 
 def adapters_digest(folders: Sequence[Path]) -> str:
-    """Hex digest of the files of several adapters, in any order. ConfigError for a folder without adapter files."""
+    """Return a hex digest of the files of several adapters, in any order. ConfigError for a folder without such
+    files.
+    """
     found = []
     for folder in folders:
         signature = _signature(folder)
@@ -311,7 +319,7 @@ def adapters_digest(folders: Sequence[Path]) -> str:
 
 
 def _named(found: object) -> str:
-    """What JSON does not know; nothing that names an address, which the next process would not have."""
+    """Represent what JSON cannot encode, without memory addresses, which the next process would not have."""
     text = str(found)
     return type(found).__qualname__ if " at 0x" in text else text
 

@@ -1,7 +1,7 @@
-"""vLLM's KV cache groups: layers that share a block table. Each has blocks and page keys of its own.
+"""vLLM's KV cache groups: layers that share a block table. Each group has its own blocks and page keys.
 
-All groups take their blocks from one pool, and every block is the same bytes of the same tensors, whichever group
-owns it: so a page is a block here too, and groups differ in their keys only.
+All groups take blocks from one pool, and a block is the same bytes of the same tensors whichever group owns it. So a
+page is a block here, too, and groups differ only in their keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.keys import Hashed
 
 NULL_BLOCK = 0
-"""Stands in a block table for a block that its group has given back: vLLM's pool keeps its first one for that."""
+"""Stands in a block table for a block that its group has given back: the first block of vLLM's pool."""
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = "SlidingWindowSpec"
@@ -32,14 +32,17 @@ _OTHERS = (
     "SlidingWindowMLASpec",
     "CircularBufferSpec",
 )
-"""Kinds derived from a served one that keep their blocks in another way."""
+"""Kinds that are derived from a supported one but manage their blocks differently."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group. ``window``: tokens that a token sees, itself included; ``chunk``: it sees those of its own chunk.
+    """One KV group.
 
-    Neither: all of them. ``stride``: block hashes of a block.
+    Attributes:
+        stride: Block hashes per block.
+        window: Tokens that a token sees, itself included, or None.
+        chunk: Size of the chunk whose tokens a token sees, or None. With neither, it sees all tokens.
     """
 
     number: int
@@ -55,7 +58,9 @@ class Group:
         return self.window is not None or self.chunk is not None
 
     def first_needed(self, tokens: int) -> int:
-        """The first block that whoever goes on after so many tokens needs; vLLM may have given back those before."""
+        """Return the first block needed to continue after ``tokens`` tokens. vLLM may have given back those
+        before it.
+        """
         seen_from = 0
         if self.window is not None:
             seen_from = max(0, tokens - self.window + 1)
@@ -72,22 +77,24 @@ class Groups:
 
     @property
     def whole(self) -> bool:
-        """One group of full attention: of a load that fails, the first blocks are of use."""
+        """Whether there is one group with full attention, so that the first blocks of a failed load are usable."""
         return len(self.all) == 1 and not self.all[0].partial
 
     @property
     def unit(self) -> int:
-        """Tokens of which hits are multiples: whole blocks in every group."""
+        """Hits are multiples of this number of tokens: whole blocks in every group."""
         return math.lcm(*(group.block_size for group in self.all))
 
     @property
     def spine(self) -> Group | None:
-        """The first group of full attention: its pages are a chain, beside which those of windows stand."""
+        """The first group with full attention. Its pages form the chain to which the pages of windows are attached."""
         return next((group for group in self.all if not group.partial), None)
 
     @property
     def name(self) -> str:
-        """Part of the pages' identity: what lies in a block depends on it. Empty for one group, of all layers."""
+        """Part of the pages' identity, because a block's content depends on it. Empty for a single group of all
+        layers.
+        """
         return (
             ""
             if len(self.all) == 1
@@ -95,20 +102,20 @@ class Groups:
         )
 
     def namespaces(self, identity: str) -> tuple[bytes, ...]:
-        """Of the keys of each group: no page of one is ever found as another's."""
+        """Return the key namespace of each group, so that no page of one is ever found as another's."""
         if len(self.all) == 1:
             return (namespace(identity),)
         return tuple(namespace(f"{self.name} {group.number} {identity}") for group in self.all)
 
     def chains(self, request: Hashed, namespaces: Iterable[bytes]) -> tuple[KeyChain, ...]:
-        """The keys of a request's blocks in each group."""
+        """Return the keys of a request's blocks in each group."""
         return tuple(
             KeyChain(request, name, group.stride) for group, name in zip(self.all, namespaces, strict=True)
         )
 
 
 def groups_of(kv_cache_config: Any) -> Groups:
-    """The groups of vLLM's ``KVCacheConfig``; ConfigError naming the layers of a kind that is not served."""
+    """Return the groups of vLLM's ``KVCacheConfig``. ConfigError, naming the layers, if a kind is not supported."""
     found = kv_cache_config.kv_cache_groups
     sizes = [group.kv_cache_spec.block_size for group in found]
     hash_size = compat.hash_block_size(kv_cache_config) or math.gcd(*sizes)
@@ -127,7 +134,7 @@ def _group(number: int, group: Any, hash_size: int) -> Group:
 
 
 def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Window and chunk of a kind that is served."""
+    """Return window and chunk of a supported kind."""
     known = (*_FULL, _WINDOW, _CHUNK, *_OTHERS)
     kind = next((c.__name__ for c in type(spec).__mro__ if c.__name__ in known), "")
     if kind in _FULL:

@@ -1,7 +1,7 @@
-"""vLLM's KV tensors as pages: the bytes of a block in the order in which they lie in memory, layer after layer.
+"""vLLM's KV tensors as pages: the bytes of a block in memory order, layer after layer.
 
-A page is opaque to the store: so a block is as few pieces as its layout allows, one where all layers of a block are
-neighbours, and any layout works. Which one it is belongs to the page's identity.
+A page is opaque to the store, so a block consists of as few pieces as its layout allows (one if all its layers are
+adjacent), and any layout works. The layout is part of the page's identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierstore.page import DTYPE_NBYTES, PageSpec
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a rank's pages are, and where they lie."""
+    """What a rank's pages are, and where they are in memory."""
 
     spec: PageSpec
     pages: EnginePages
@@ -27,7 +27,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """One tensor as ``[blocks, pieces, elements]``; ``order``: its other dimensions by falling stride."""
+    """One tensor as ``[blocks, pieces, elements]``. ``order``: its other dimensions by decreasing stride."""
 
     view: torch.Tensor
     order: tuple[tuple[int, int], ...]
@@ -36,11 +36,18 @@ class _Blocks:
 def kv_layout(
     tensors: Sequence[torch.Tensor], *, num_blocks: int, block_size: int, identity: str, shard: int
 ) -> KVLayout:
-    """The pages of all KV groups: ``tensors``, one a layer or one for all, each once however many layers share it.
+    """Return the pages of all KV groups.
 
-    Groups overlay the same bytes, so a block is the same page whichever group has it, and of tensors that are views of
-    the same bytes one counts. A dimension of each counts blocks, ``num_blocks`` or a multiple of it. ConfigError for
-    tensors of different shapes that overlay nothing, and for those whose blocks are no grid of at most two dimensions.
+    Groups overlay the same bytes, so a block is the same page whichever group has it, and of tensors that view the same
+    bytes only one counts.
+
+    Args:
+        tensors: One per layer or one for all; layers may share one. One dimension of each counts blocks.
+        num_blocks: Length of that dimension, or a divisor of it.
+
+    Raises:
+        ConfigError: Tensors have different shapes and do not overlay each other, or their blocks are not a grid of at
+            most two dimensions.
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
@@ -68,7 +75,9 @@ def kv_layout(
 
 
 def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each range of bytes of a block once: views alike, of blocks in one piece where those given differ."""
+    """Return each range of a block's bytes once. Views with different shapes become equal views in one piece per
+    block.
+    """
     unique = list({(v.data_ptr(), v.shape, v.stride(), v.dtype): v for v in views}.values())
     if len({(v.shape, v.dtype) for v in unique}) == 1:
         return unique
@@ -86,7 +95,7 @@ def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _ranges(views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The bytes of the first block, as places in the storage that all of them share; those that touch are one."""
+    """Return the byte ranges of the first block in the shared storage. Adjacent ranges are joined."""
     places = {(v.untyped_storage().data_ptr(), v.stride(0) * v.element_size(), v.shape[1]) for v in views}
     if len(places) != 1 or views[0].shape[1] != 1:
         raise _unlike(views)
@@ -130,7 +139,7 @@ def _blocks(tensor: torch.Tensor, num_blocks: int) -> _Blocks:
 
 
 def _collapsed(tensor: torch.Tensor) -> torch.Tensor:
-    """``[blocks, pieces, elements]`` of a tensor whose dimensions fall in stride, without copying."""
+    """Return ``[blocks, pieces, elements]`` of a tensor whose strides decrease, without copying."""
     sizes, strides = [1], [1]
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size == 1:

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other: plain data that is pickled between processes."""
+"""Messages between the two halves of the connector: plain data that is pickled between processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a rank's disk holds, packed: a million pages are some 80 MB and take a second or two to unpack."""
+    """The content of a rank's disk, packed. A million pages are about 80 MB and take one or two seconds to unpack."""
 
     record_nbytes: int
     budget_nbytes: int
@@ -33,7 +33,7 @@ class Catalogue:
 
     @classmethod
     def of(cls, record_nbytes: int, budget_nbytes: int, records: Iterable[Record]) -> Catalogue:
-        """Packs records; a page without a known parent has zeros for one."""
+        """Pack records. A page without a known parent has zeros instead."""
         found = list(records)
         return cls(
             record_nbytes,
@@ -44,7 +44,7 @@ class Catalogue:
         )
 
     def unpacked(self) -> Disk:
-        """The same as a directory takes it."""
+        """Return the content in the form that a directory takes."""
         keys, parents = _cut(self.keys), _cut(self.parents)
         sizes = array("q")
         sizes.frombytes(self.sizes)
@@ -57,7 +57,7 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says once, before the first step: what its pages are and what it has opened."""
+    """The first message of a worker, before the first step: what its pages are and what it has opened."""
 
     rank: int
     spec: PageSpec
@@ -65,26 +65,30 @@ class Hello:
     host_slots: int
     catalogue: Catalogue | None
     read_rate: float | None = None
-    """Bytes a second that the disk was found to give; None: it was not asked."""
+    """Bytes/s that the disk gave when it was measured; None if it was not."""
     health: RankHealth = field(default_factory=RankHealth)
     """What it got of the memory, routes and disk that it asked for."""
 
     @property
     def opened(self) -> Opened:
-        """As a directory takes it."""
+        """Return what the worker has opened, in the form that a directory takes."""
         disk = None if self.catalogue is None else self.catalogue.unpacked()
         return Opened(self.num_slots, self.host_slots, disk, self.health)
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What all workers are to do in one step.
+    """What all workers must do in one step.
 
-    ``fence``: blocks that this step overwrites; copies out of them end before it begins. ``before`` may start with the
-    step, ``after`` only when its forward pass has been launched: it copies what that writes. ``failed``: requests whose
-    load has failed, and their blocks that hold nothing. ``number``: of this step; ``answer``: the scheduler waits for
-    word of it. ``idle``: this step computes nothing, and is there for what is on its way, whether a request waits for
-    it or not: the worker may wait a moment for something to end.
+    Attributes:
+        fence: Blocks that this step overwrites. Copies out of them must end before it begins.
+        before: Commands that may start with the step.
+        after: Commands that start once the forward pass was launched: they copy what it writes.
+        failed: Requests whose load has failed, with those of their blocks that hold nothing.
+        number: The number of this step.
+        answer: The scheduler waits for a report of this step.
+        idle: This step computes nothing and serves only transfers in flight, so the worker may wait a moment for one to
+            end.
     """
 
     fence: tuple[int, ...] = ()
@@ -98,9 +102,11 @@ class Orders:
 
 @dataclass(frozen=True)
 class Report:
-    """What workers have done, by rank. ``number``: of the step that has ended; 0: it is not known.
+    """What workers have done, by rank.
 
-    ``health``: of the ranks whose health has changed since they reported it last.
+    Attributes:
+        number: The step that has ended; 0 if unknown.
+        health: Health of the ranks for which it has changed since their last report.
     """
 
     acks: dict[int, tuple[Ack, ...]]
@@ -108,7 +114,7 @@ class Report:
     health: dict[int, RankHealth] = field(default_factory=dict)
 
     def merged(self, other: Report) -> Report:
-        """Of both."""
+        """Return both reports as one."""
         acks = dict(self.acks)
         for rank, more in other.acks.items():
             acks[rank] = acks.get(rank, ()) + more

@@ -1,4 +1,6 @@
-"""Counters and gauges of the scheduler's half, as increments since the last read, for vLLM's log and Prometheus."""
+"""Metrics of the scheduler's half for vLLM's log and Prometheus: counters as increments since the last read, and
+gauges.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Rows = dict[str, float]
 
 
 class Metric(NamedTuple):
-    """A metric: its labels, and what it says. ``gauge``: its value now, not a sum."""
+    """A metric: its labels and its description. ``gauge``: a present value, not a sum."""
 
     labels: tuple[str, ...]
     says: str
@@ -40,25 +42,25 @@ METRICS: dict[str, Metric] = {
     "rank_stalled_steps": Metric(("rank",), "Steps that waited 10 s or longer for copies on the rank"),
     "rank_faults": Metric(("rank",), "Unexpected errors in the rank's threads"),
 }
-"""By their names in ``tierstore.metrics``; in Prometheus ``vllm:tierstore_<name>``."""
+"""Metrics by their names in ``tierstore.metrics``. In Prometheus they are ``vllm:tierstore_<name>``."""
 
 _EVERY_S = 1.0
 
 
 class MetricsReader:
-    """Takes a snapshot now and then. Scheduler's thread."""
+    """Takes snapshots. For the scheduler's thread."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         self._snapshot = snapshot
         self._before: dict[str, Rows] = {}
         self._told: dict[str, Rows] = {}
-        """Gauges by rank as they were told last."""
+        """Gauges by rank, as last reported."""
         self._next = 0.0
 
     def take(self) -> dict[str, Rows] | None:
-        """What was added to each counter, and what each gauge is, by label values joined with ``,``.
+        """Return the increment of each counter and the value of each gauge, by label values joined with ``,``.
 
-        None: nothing new, or looked at within the last second.
+        None if nothing is new, or if the last call was less than a second ago.
         """
         now = monotonic()
         if now < self._next:
@@ -68,7 +70,7 @@ class MetricsReader:
         added = {name: self._added(name, dict(found.get(name, {}))) for name in METRICS}
         by_rank = {name: added[name] for name in METRICS if METRICS[name].gauge and name != "pages"}
         moved = any(rows for name, rows in added.items() if not METRICS[name].gauge)
-        # What only gauges say must not wait for the next hit: a rank without pinned memory may never have one.
+        # A gauge must not wait for the next hit: a rank without pinned memory may never have one.
         news = {n: r for n, r in by_rank.items() if r != self._told.get(n, dict.fromkeys(r, 0.0))}
         if not (moved or news):
             return None
@@ -84,7 +86,7 @@ class MetricsReader:
 
 
 def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
-    """Of two takes, the other the later one."""
+    """Combine two results of ``take``, the second being the later one."""
     found = {name: dict(rows) for name, rows in one.items()}
     for name, rows in other.items():
         if METRICS[name].gauge:
@@ -97,7 +99,7 @@ def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | float]:
-    """A line of a log: pages by tier, megabytes and rates by edge, failures."""
+    """Return the figures of a log line: pages by tier, megabytes and rates by edge, failures."""
     words: dict[str, int | float] = {}
     for tier, pages in figures.get("hits_pages", {}).items():
         words[f"Pages loaded from {tier}"] = int(pages)

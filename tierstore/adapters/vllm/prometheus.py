@@ -1,6 +1,6 @@
-"""``metrics`` as the classes that vLLM asks for: aggregated between log lines, and exported as ``vllm:tierstore_*``.
+"""``metrics`` as vLLM's classes: aggregated between log lines, and exported as ``vllm:tierstore_*``.
 
-Needs vLLM to be imported; ``metrics`` does not.
+Imports vLLM; ``metrics`` does not.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from tierstore.adapters.vllm.metrics import METRICS, in_words, summed
 
 @dataclass
 class TierStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """``data``: figures by name, and by label values joined with ``,``."""
+    """Figures between two log lines. ``data``: by name, then by label values joined with ``,``."""
 
     def reset(self) -> None:
-        """Nothing was counted yet."""
+        """Start counting again."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds what came later."""
+        """Add later figures."""
         self.data = summed(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For a line of the log."""
+        """Return the figures of a log line."""
         return in_words(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
 class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter or gauge a figure, with vLLM's labels before its own."""
+    """A counter or gauge per figure, with vLLM's labels before its own."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -53,7 +53,7 @@ class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds one take of figures."""
+        """Export a set of figures."""
         of_engine = self.per_engine_labelvalues[engine_idx]
         for name, rows in transfer_stats_data.items():
             for labels, value in rows.items():

@@ -1,6 +1,6 @@
-"""What the scheduler's half knows of each request, and what the request does in a step.
+"""What the scheduler's half knows about each request, and what the request does in a step.
 
-``StepReader`` reads vLLM's ``SchedulerOutput``, which names only a part of each block table, and keeps the rest.
+``StepReader`` reads vLLM's ``SchedulerOutput``, which names only a part of each block table, and remembers the rest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 
 
 class Request(Hashed, Protocol):
-    """What is read of vLLM's request."""
+    """The part of vLLM's request that is used."""
 
     request_id: str
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         ...
 
 
 @dataclass(slots=True)
 class Step:
-    """What one request does in a step. ``tables``: its blocks, by group; of a group with a window those that were given
-    back stand there still. ``fresh``: blocks that are newly its own, of all groups.
+    """What one request does in a step.
+
+    Attributes:
+        tables: Its blocks by group. Blocks that a group with a window has given back are still listed.
+        fresh: Blocks that it newly owns, of all groups.
     """
 
     request_id: str
@@ -43,13 +46,16 @@ class Step:
     tables: Sequence[Sequence[int]]
     fresh: Sequence[int]
     first: bool
-    """Whether it begins, or begins again after a preemption."""
+    """Whether the request begins, or begins again after a preemption."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """A live request. ``chains``: its keys, by group. ``limit``: tokens beyond this are not offered any more: they
-    could not be loaded.
+    """A live request.
+
+    Attributes:
+        chains: Its keys, by group.
+        limit: Tokens beyond this are not offered again, because they could not be loaded.
     """
 
     request: Request
@@ -57,27 +63,29 @@ class RequestState:
     limit: int | None = None
     lookup: Lookup | None = None
     put_off: float | None = None
-    """Since when it waits for what comes up from disk."""
+    """Since when it waits for pages read from disk."""
     left: bool = False
-    """Whether pages of it were left where they were."""
+    """Whether some of its pages are computed instead of loaded."""
     taken: Hit | None = None
-    """The offer that was taken last."""
+    """The offer that was accepted last."""
     collected: list[int] = field(default_factory=list)
-    """Blocks of each group that were handed on to be stored, or that are stored, or given back before."""
+    """For each group, the number of leading blocks that were passed on to be stored, are stored, or were given back."""
     hints: RequestHints = NO_HINTS
     adapter: Adapter | None = None
-    """The LoRA adapter that it computes with; None: the model alone."""
+    """The LoRA adapter that it computes with; None for the base model."""
 
     @property
     def keys(self) -> list[PageKey]:
-        """Of all blocks that are full, group after group."""
+        """The keys of all full blocks, group after group."""
         return [key for chain in self.chains for key in chain.first(self.request.num_tokens)]
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What a lookup found for a request of so many tokens with so many computed. ``stale``: who asks again is to have
-    a new one; this one may have been taken."""
+    """The result of a lookup, for a number of tokens of which some are computed.
+
+    ``stale``: the result may have been accepted, so the next query needs a new one.
+    """
 
     tokens: int
     computed: int
@@ -87,14 +95,14 @@ class Lookup:
 
 
 class StepReader:
-    """The block tables of all requests that run."""
+    """The block tables of all running requests."""
 
     def __init__(self, groups: Groups) -> None:
         self._sizes = [group.block_size for group in groups.all]
         self._tables: dict[str, list[list[int]]] = {}
 
     def of(self, output: Any) -> list[Step]:
-        """One a scheduled request. Each output exactly once, in order."""
+        """Return one step per scheduled request. Pass each output exactly once, in order."""
         for request_id in output.finished_req_ids:
             self.forget(request_id)
         scheduled: dict[str, int] = output.num_scheduled_tokens
@@ -117,7 +125,7 @@ class StepReader:
         return steps
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._tables.pop(request_id, None)
 
     def _begun(
