@@ -65,7 +65,7 @@ lint: $(READY)
 ## docs: the documentation site, into build/site/; a stale generated page or a broken link fails
 docs: $(READY)
 	$(BIN)/python -m docs.reference --check
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 ## bench: the core's speed and memory (ARGS=--json)
 bench: $(READY)

@@ -31,8 +31,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the planner can use. ``read_s`` and ``load_s`` are seconds per page from NVMe and into HBM; 0 means
-    unknown.
+    """What the planner can use.
+
+    ``read_s`` and ``load_s`` are seconds per page from NVMe and into HBM; 0 means unknown.
 
     ``hbm_pages`` is the space in HBM for expected requests. ``host_pages`` is the space in host memory for pages on
     their way; None means that there is no host tier and reads go into HBM. With ``compute`` None, nothing is

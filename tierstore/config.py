@@ -235,14 +235,19 @@ class HostConfig(_Section):
     capacity: Size
     """Bytes of pages."""
     pin: Literal["auto", "always", "never"] = "auto"
-    """Page-lock the memory. `auto`: if HBM is on a card, in the background after the first GiB; memory that cannot be
-    locked is copied more slowly, with one warning. `always`: all of it at open, or a ConfigError. `never`: no."""
+    """Page-lock the memory.
+
+    `auto`: if HBM is on a card, in the background after the first GiB; memory that cannot be locked is copied more
+    slowly, with one warning. `always`: all of it at open, or a ConfigError. `never`: no.
+    """
     policy: Policy = "lru"
     """Eviction order: which page leaves the tier first."""
     codec: HostCodec = "none"
-    """Encode pages on their way to host memory; they go to disk as they are held. All but `none` are lossy and keep
-    1.9 to 3.6 times as many pages in the same memory. `nvme.codec` may then be `none`, the same codec, or the same
-    with `+zstd`."""
+    """Encode pages on their way to host memory; they go to disk as they are held.
+
+    All but `none` are lossy and keep 1.9 to 3.6 times as many pages in the same memory. `nvme.codec` may then be
+    `none`, the same codec, or the same with `+zstd`.
+    """
 
 
 class NvmeConfig(_Section):
@@ -253,11 +258,15 @@ class NvmeConfig(_Section):
     capacity: Size
     """Bytes on disk, everything included."""
     codec: DiskCodec = "none"
-    """`exp` is lossless: bfloat16 pages take a third less disk, float16 pages a seventh. All others but `none` are
-    lossy and take half to a third of the disk."""
+    """`exp` is lossless: bfloat16 pages take a third less disk, float16 pages a seventh.
+
+    All others but `none` are lossy and take half to a third of the disk.
+    """
     payload: Literal["auto", "lmdb", "extents"] = "auto"
-    """Where page bytes live: in `lmdb`, or in `extents`, preallocated files beside it. `auto` keeps what the directory
-    has; a new directory has extents from 1 GiB up."""
+    """Where page bytes live: in `lmdb`, or in `extents`, preallocated files beside it.
+
+    `auto` keeps what the directory has; a new directory has extents from 1 GiB up.
+    """
     admission: Admission = "all"
     """Pages written without being asked for: `all`, those requested a second time (`second_hit`), or the half that is
     most likely to return (`cost`)."""

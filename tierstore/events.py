@@ -101,8 +101,9 @@ class PendingEvents:
 
     @property
     def all_written(self) -> bool:
-        """Whether no page waits for its writer. May be read without the lock: a page is counted before a lease
-        has it.
+        """Whether no page waits for its writer.
+
+        May be read without the lock: a page is counted before a lease has it.
         """
         return not (self._unwritten_pages or self.writing)
 
@@ -190,9 +191,7 @@ class PendingEvents:
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
-        """Return those of ``keys`` whose bytes in HBM are not written yet, and come with another event than
-        ``after``.
-        """
+        """Return those of ``keys`` whose HBM bytes are not written yet, and come with another event than ``after``."""
         unwritten = self._unwritten_pages
         if not unwritten:
             return set()

@@ -266,8 +266,7 @@ class Metrics:
         self._pages.labels(tier.name, state).set(number)
 
     def admission(self, waiting_pages: int, written: int, left: int | None) -> None:
-        """Set the pages that admission keeps from NVMe, the bytes written there in 24 hours, and what the budget
-        leaves.
+        """Set the pages kept from NVMe, the bytes written there in 24 hours, and what is left of the budget.
 
         ``left`` is None without a budget.
         """

@@ -133,8 +133,9 @@ class Mover(Protocol):
         ...
 
     def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for a mark: the record tiers' state shows it until they make
-        progress.
+        """Report that a caller stopped waiting for a mark.
+
+        The record tiers' state shows it until they make progress.
         """
         ...
 
@@ -202,8 +203,9 @@ class LocalMover:
         return self._copies is not None and self._copies.polled
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far copies of this layer into these HBM slots have come; other routes into HBM report only
-        their end.
+        """Return how far copies of this layer into these HBM slots have come.
+
+        Other routes into HBM report only their end.
         """
         return NOT_YET if self._copies is None else self._copies.arriving(slots, layer)
 

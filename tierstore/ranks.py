@@ -171,9 +171,7 @@ class Ranks:
 
 
 def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
-    """Return what all ranks' disks hold, with the largest record size, and the keys that only some have, to be
-    erased.
-    """
+    """Return what all ranks' disks hold, with the largest record size, and the keys to erase that only some have."""
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in disk.found} for disk in disks]
     first, *others = by_rank
     found = [
@@ -261,8 +259,9 @@ class _Merging:
         return len(failures)
 
     def answer(self) -> Ack | None:
-        """Return the ack for all ranks, or None if it is not due. Pages late on one rank are late once all have
-        answered.
+        """Return the ack for all ranks, or None if it is not due.
+
+        Pages late on one rank are late once all have answered.
         """
         late = [i for i, place in enumerate(self.current) if any(place not in o for o in self.outcomes)]
         if len(self.told) < len(self.outcomes) or (self.late and late):

@@ -1,5 +1,6 @@
-"""Find the cached page that begins like the rest of a prompt: the longest prefix by tokens, for adapters. Metadata
-only.
+"""Find the cached page that begins like the rest of a prompt: the longest prefix by tokens, for adapters.
+
+Metadata only.
 
 The store's keys say which full pages of a prompt it has. A prompt that leaves a cached sequence inside a page has
 another key for that page and would recompute all of it. This index names the page that agrees with the prompt for
@@ -28,8 +29,10 @@ _TOKEN_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RadixMatch:
-    """``keys`` are the full pages of the prompt, from its first one on. The first ``next_tokens`` tokens (1 to
-    page_size - 1) of the page ``next_key`` continue the prompt; None and 0 if no page begins like its rest.
+    """``keys`` are the full pages of the prompt, from its first one on.
+
+    The first ``next_tokens`` tokens (1 to page_size - 1) of the page ``next_key`` continue the prompt; None and 0 if no
+    page begins like its rest.
     """
 
     keys: tuple[PageKey, ...]
@@ -53,8 +56,9 @@ _label = attrgetter("label")
 
 
 class RadixIndex:
-    """An index of pages by the tokens before and in them. Beyond ``max_pages`` the least recently used leaf is
-    dropped.
+    """An index of pages by the tokens before and in them.
+
+    Beyond ``max_pages`` the least recently used leaf is dropped.
 
     ``insert`` and ``longest`` count as use of every page they name. Finding or adding a page costs O(log siblings),
     dropping the oldest O(1), besides moving the tail of a sorted list. Not thread-safe: the caller serialises.
@@ -91,8 +95,7 @@ class RadixIndex:
 
         Raises:
             ValueError: There are more keys than full pages, a key is repeated or known by other tokens or another
-                root, tokens
-                have another key (``root`` lacks something), or a token is beyond int64. Nothing changes.
+                root, tokens have another key (``root`` lacks something), or a token is beyond int64. Nothing changes.
             TypeError: ``token_ids`` is not a sequence of integers. Nothing changes.
         """
         labels, _ = self._cut(token_ids)

@@ -42,11 +42,12 @@ _CODED = ("bfloat16", "float16")
 
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """``config``: a YAML file or a mapping, of which the section ``nvme`` counts. ``model`` must change when equal
-    tokens would give other KV; None: the name that vLLM was given and, of a folder, samples of its weights.
-    ``adapters``: the folders of all LoRA adapters that are served. The tier sees vLLM's hashes only, which name an
-    adapter and not its weights: with their files in the identity, an adapter trained anew begins another directory at
-    the next start. ``enable_kv_events``: publish what is stored and what leaves.
+    """``config``: a YAML file or a mapping, of which the section ``nvme`` counts.
+
+    ``model`` must change when equal tokens would give other KV; None: the name that vLLM was given and, of a folder,
+    samples of its weights. ``adapters``: the folders of all LoRA adapters that are served. The tier sees vLLM's hashes
+    only, which name an adapter and not its weights: with their files in the identity, an adapter trained anew begins
+    another directory at the next start. ``enable_kv_events``: publish what is stored and what leaves.
 
     One engine at a time has the directory; of data-parallel engines each has its own part of it. ConfigError for what
     cannot be had. Called in the scheduler's process, under the tiering manager's lock.
@@ -142,8 +143,9 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any]:
-    """Return, as plain data, everything that must agree for a chunk to mean the same. ``config`` is vLLM's
-    OffloadingConfig.
+    """Return, as plain data, everything that must agree for a chunk to mean the same.
+
+    ``config`` is vLLM's OffloadingConfig.
     """
     parallel, folder = config.parallel, Path(config.model.name)
     spread = ("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size")

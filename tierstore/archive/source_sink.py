@@ -108,8 +108,9 @@ _T = TypeVar("_T")
 
 
 async def whole(call: Callable[[], _T]) -> _T:
-    """Run ``call`` in a thread and return its result. If the task is cancelled, it first waits until the call has
-    ended.
+    """Run ``call`` in a thread and return its result.
+
+    If the task is cancelled, it first waits until the call has ended.
     """
     running = asyncio.get_running_loop().run_in_executor(None, call)
     try:

@@ -108,8 +108,9 @@ _CHECKED = 16
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Medians of the pairs. ``ratio`` is the ceiling's time divided by ours, ``rel_error`` is against float64
-    (Frobenius).
+    """Medians of the pairs.
+
+    ``ratio`` is the ceiling's time divided by ours, ``rel_error`` is against float64 (Frobenius).
 
     ``memory_layers`` is the peak of device memory besides the pages, as a share of one layer of all pages; -1 on
     the CPU, where it is not measured.

@@ -154,8 +154,9 @@ _CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 @dataclass(frozen=True, slots=True)
 class CodedRow:
-    """One figure. Rates in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of
-    medians.
+    """One figure.
+
+    Rates in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of medians.
     """
 
     direction: str

@@ -286,8 +286,10 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """``kernel`` is "read" or "copy". ``slowdown`` is the median of the pairs, 0.03 for 3 %; ``share`` is the copies'
-    part of the bytes that HBM moves; ``alone_tbps`` counts what the kernel reads and writes.
+    """``kernel`` is "read" or "copy".
+
+    ``slowdown`` is the median of the pairs, 0.03 for 3 %; ``share`` is the copies' part of the bytes that HBM moves;
+    ``alone_tbps`` counts what the kernel reads and writes.
     """
 
     kernel: str

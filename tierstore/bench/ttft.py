@@ -219,8 +219,9 @@ class Rig:
             return perf_counter() - begun
 
     def checked(self, *, lossy: bool) -> float:
-        """Return the largest relative error of the pages in HBM. RuntimeError unless they are what was put, or close
-        to it.
+        """Return the largest relative error of the pages in HBM.
+
+        RuntimeError unless they are what was put, or close to it.
         """
         with self.store.acquire(self.prefix) as lease:
             whole = lease.wait(PATIENCE_S) is LeaseState.READY and lease.num_pages == len(self.prefix)
@@ -420,8 +421,9 @@ class Bench:
             return self._row("HOST", codec, self.ask.prefix, found, moved, self._link(moved), error)
 
     def disk_row(self, codec: str, prefix: int, place: Path, readers: int) -> TtftRow:
-        """Measure NVMe in ``place``, which is created and removed. With a lossy codec, host memory holds encoded
-        pages.
+        """Measure NVMe in ``place``, which is created and removed.
+
+        With a lossy codec, host memory holds encoded pages.
 
         A raw file is read before each round and after the last. The floor of a round is the mean of its two
         neighbours, as a disk's speed changes over time; ``ratio`` is the median of the rounds'.

@@ -53,8 +53,9 @@ class HostFormat:
 
     @property
     def view_nbytes(self) -> int:
-        """What a slot's view shows: the page, or the payload and what fills its last block, so that a disk can read
-        straight into it.
+        """Bytes of a slot's view: the page, or the payload and the rest of its last block.
+
+        A disk can read directly into it.
         """
         return self.slot_nbytes if self.encoded else self.payload_nbytes
 

@@ -34,8 +34,10 @@ class Grid(NamedTuple):
 
 
 UP = Grid(8, 256, 4)
-"""From host memory: 128 KiB in flight. As measured, with less the link is not full, and with more the copies are not
-faster but compute beside them is slower."""
+"""From host memory: 128 KiB in flight.
+
+As measured, with less the link is not full, and with more the copies are not faster but compute beside them is slower.
+"""
 
 DOWN = Grid(4, 256, 4)
 """To host memory: 64 KiB in flight, because stores queue up behind the link."""

@@ -172,16 +172,22 @@ class Pace:
     together: int = 128 << 20
     """The same layer group of several transfers is launched together up to this size."""
     pieces: int = 256
-    """Pieces launched together, and in one call, at most. A transfer with more is launched by the lane's thread,
-    because the driver takes long for it."""
+    """Pieces launched together, and in one call, at most.
+
+    A transfer with more is launched by the lane's thread, because the driver takes long for it.
+    """
     ahead: int = 512 << 20
-    """Nothing more is launched while so much is in flight: some milliseconds of the link. A quarter of it if pages are
-    coming that would go first, as they wait for what is in flight."""
+    """Nothing more is launched while so much is in flight: some milliseconds of the link.
+
+    A quarter of it if pages are coming that would go first, as they wait for what is in flight.
+    """
     enough: int = 64 << 20
     """With so much in flight, a launch can wait until more of the same layer group has come."""
     behind: int = 256 << 20
-    """The lane's thread launches below this if no call came for 10 ms. Below a quarter of it the thread launches in any
-    case, unless pages are coming, as calls do not keep the link busy."""
+    """The lane's thread launches below this if no call came for 10 ms.
+
+    Below a quarter of it the thread launches in any case, unless pages are coming, as calls do not keep the link busy.
+    """
     at_once: int = 4
     """Launches in one call of ``poll``, at most. A ``submit`` makes one at most, as the caller has more to submit."""
 
@@ -191,8 +197,11 @@ ENCODED = Pace(pieces=512)
 """For encoded pages: a layer group of them has four pieces where that of others has one."""
 
 MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
-"""Of encoded pages that need no pieces: a launch is the same work for any number of them. So there are few, and 40 ms
-of the link ahead, as whoever launches may have to wait so long for its turn. What comes later waits for them."""
+"""Of encoded pages that need no pieces: a launch is the same work for any number of them.
+
+So there are few, and 40 ms of the link ahead, as whoever launches may have to wait so long for its turn. What comes
+later waits for them.
+"""
 
 
 def pace_of(held: HostFormat, pieces: int) -> Pace:

@@ -269,8 +269,10 @@ KERNEL_HANDICAP = 1.1
 """How much faster than DMA the kernel must be to be chosen: it takes multiprocessors and bandwidth from compute."""
 
 MOST_PIECES = 128
-"""Pieces of a batch that the driver is asked for, at most, if there is another route: each takes a microsecond of the
-caller's time."""
+"""Most pieces of a batch that go to the driver if there is another route.
+
+Each piece takes a microsecond of the caller's time.
+"""
 
 _A_TRANSFER = 32
 """Pages of a typical transfer."""

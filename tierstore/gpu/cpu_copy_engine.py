@@ -186,8 +186,10 @@ class CopyEngine(Protocol):
         ...
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far the loads of this layer into these HBM slots are. Loads whose acks were polled are not
-        known."""
+        """Return how far the loads of this layer into these HBM slots are.
+
+        Loads whose acks were polled are not known.
+        """
         ...
 
     def close(self, timeout_s: float) -> bool:

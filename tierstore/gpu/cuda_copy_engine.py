@@ -121,8 +121,10 @@ class CudaCopyEngine:
         return bool(self._ended) or self._unpinned.polled or any(lane.busy for lane in self._lanes.values())
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer: launch it now, or when its host slots are page-locked and the link has room. Never
-        blocks."""
+        """Queue a transfer: launch it now, or when its host slots are page-locked and the link has room.
+
+        Never blocks.
+        """
         job = Job.of(transfer)
         with self._turn:
             lane = self._lanes[transfer.dst]

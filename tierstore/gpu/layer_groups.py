@@ -22,8 +22,11 @@ MOST_GROUPS = 16
 
 
 SMALLEST_NBYTES = 512 << 10
-"""Bytes of a group's part of a page, at least, on average. Each piece takes a microsecond or two to launch: for more,
-smaller pieces a slow processor has no time while it also takes pages into leases."""
+"""Bytes of a group's part of a page, at least, on average.
+
+Each piece takes a microsecond or two to launch: for more, smaller pieces a slow processor has no time while it also
+takes pages into leases.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,10 @@ class CpuPool:
         self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable. IndexError for a slot that is not
-        there."""
+        """Return the slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable.
+
+        IndexError for a slot that is not there.
+        """
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"HBM slot must be 0 to {self.num_slots - 1}, got {slot}")
         start = slot * self._stride

@@ -354,8 +354,10 @@ class SlabCopies:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies from the slots to host memory; they end on ``stream``. Returns as ``load``: pages that the coder
-        cannot represent."""
+        """Queue copies from the slots to host memory; they end on ``stream``.
+
+        Returns as ``load``: pages that the coder cannot represent.
+        """
         ring, kernels, most = self.ring, self.ring.stream, len(self._numbers)
         with ring.card.using(kernels):
             batch = self.coder.begin(slots, ring.card)

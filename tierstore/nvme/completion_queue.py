@@ -50,8 +50,9 @@ class Job:
         return self._left == 0
 
     def late(self, index: int) -> bool:
-        """Mark page ``index`` as late: still in progress, but not waited for. Returns whether an ack of the others is
-        due.
+        """Mark page ``index`` as late: still in progress, but not waited for.
+
+        Returns whether an ack of the others is due.
         """
         self._late.append(index)
         self._left -= 1

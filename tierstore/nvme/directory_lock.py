@@ -57,8 +57,9 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path) -> FileLock | int | None:
-        """Lock ``path``, creating the file if needed. Returns the PID of the holder, or None if unknown, when it is
-        taken.
+        """Lock ``path``, creating the file if needed.
+
+        Returns the PID of the holder, or None if unknown, when it is taken.
 
         Waits up to half a second for a process that only looks.
 

@@ -187,8 +187,9 @@ class Slots:
                     self._runs.give(number << 32 | end, first - end)
 
     def cut_extent(self, number: int, blocks: int) -> None:
-        """Forget the blocks of an extent from ``blocks`` on, or the whole extent if that is 0. None may be used or
-        pinned.
+        """Forget the blocks of an extent from ``blocks`` on, or the whole extent if that is 0.
+
+        None may be used or pinned.
         """
         with self._lock:
             self._runs.take_between(number << 32 | blocks, 1 << 32)

@@ -77,8 +77,9 @@ class ExtentFiles:
             raise
 
     def add(self, nbytes: int) -> int:
-        """Create a preallocated file of ``nbytes`` and return its number. Raises OSError, and leaves no file, on
-        failure.
+        """Create a preallocated file of ``nbytes`` and return its number.
+
+        Raises OSError, and leaves no file, on failure.
         """
         number = next(number for number in itertools.count(1) if number not in self.sizes)
         try:
@@ -107,8 +108,9 @@ class ExtentFiles:
     def write(
         self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> None:
-        """Write head block and padded payload of each record into its slot. Adjacent slots share one call. Not durable
-        yet.
+        """Write head block and padded payload of each record into its slot. Adjacent slots share one call.
+
+        Not durable yet.
 
         Raises:
             OSError: The write failed; any of the slots may have changed.

@@ -71,8 +71,9 @@ class WorkQueue:
         return len(set[PageKey]().union(*(item.keys for item in self._items if isinstance(item, EraseWork))))
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
-        """Append an item. Adjacent erases are merged, so the length of a stalled queue is bounded by the number of
-        pages.
+        """Append an item.
+
+        Adjacent erases are merged, so the length of a stalled queue is bounded by the number of pages.
         """
         last = self._items[-1] if self._items else None
         if isinstance(item, EraseWork) and isinstance(last, EraseWork):
@@ -257,8 +258,9 @@ class Writer:
             self._outbox.add(ack)
 
     def begin_sync(self) -> SyncWork:
-        """Mark the queue behind everything queued so far. After ``close`` the mark is done at once, with nothing
-        known.
+        """Mark the queue behind everything queued so far.
+
+        After ``close`` the mark is done at once, with nothing known.
         """
         mark = SyncWork()
         if not self._add(mark):
@@ -482,8 +484,9 @@ class Writer:
         return None
 
     def _check_room(self) -> None:
-        """Check, while writes are refused for lack of space, whether there is some. Raises lmdb.Error or OSError if
-        not.
+        """Check, while writes are refused for lack of space, whether there is some.
+
+        Raises lmdb.Error or OSError if not.
         """
         if self.refusal.failure is not Failure.NO_SPACE:
             return

@@ -45,8 +45,9 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of all tiers. ``refused`` lists sizes, devices, memory and disk for which opening would fail on this
-    machine.
+    """Sizes of all tiers.
+
+    ``refused`` lists sizes, devices, memory and disk for which opening would fail on this machine.
 
     The store's directory is not opened: a plan does not depend on who created it or uses it.
     """
@@ -133,8 +134,9 @@ _COMPUTED = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of this machine. ``copy`` (HOST -> HBM) and ``read`` (the disk) are in bytes/s; ``read`` is None without
-    NVMe.
+    """Rates of this machine.
+
+    ``copy`` (HOST -> HBM) and ``read`` (the disk) are in bytes/s; ``read`` is None without NVMe.
 
     ``prefill`` is in tokens/s or operations/s, as ``per_token`` says.
     """

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """An admission policy, asked before a page is written. ``gone``: used fraction of the daily write budget, 0 to
-    1.
+    """An admission policy, asked before a page is written.
+
+    ``gone``: used fraction of the daily write budget, 0 to 1.
     """
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
@@ -116,8 +117,9 @@ class Cost:
         return record is not None and gone < 1 and self._pays(record)
 
     def hit(self, record: Record | None, gone: float) -> bool:
-        """Return whether the page is of a kind whose writes pay. True if it is not remembered, because it was requested
-        again.
+        """Return whether the page is of a kind whose writes pay.
+
+        True if it is not remembered, because it was requested again.
         """
         return gone < 1 and (record is None or self._pays(record))
 

@@ -131,8 +131,9 @@ class Fifo:
         return next(self._next) - BAND
 
     def unreachable(self, key: PageKey) -> int:
-        """Return a rank before all others, and before pages that became unreachable earlier, so deeper ones leave
-        first.
+        """Return a rank before all others.
+
+        It is also before pages that became unreachable earlier, so deeper pages leave first.
         """
         return -BAND - 1 - next(self._next)
 
@@ -356,9 +357,7 @@ def kind_of(record: Record) -> int:
 
 
 def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
-    """Return the ages to keep at the lowest price at which the kept pages fit, by bisection of the price's
-    logarithm.
-    """
+    """Return the ages to keep at the lowest price at which the kept pages fit, by bisection of log(price)."""
     corners = [_corners(curve) for curve in curves]
 
     def choose(price: float) -> tuple[float, list[float]]:

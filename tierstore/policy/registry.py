@@ -24,8 +24,9 @@ WITHOUT_HISTORY = frozenset({"fifo", "lru", "priority", "all"})
 
 @dataclass(frozen=True)
 class Known:
-    """What orders and admissions may use. ``doubling_depth``: pages before a page that costs twice as much as the
-    first.
+    """What orders and admissions may use.
+
+    ``doubling_depth``: pages before a page that costs twice as much as the first.
     """
 
     history: History

@@ -100,8 +100,9 @@ def _policy(page: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """The server of one process. When told to end, it closes the engine first, so that running answers end with an
-    error.
+    """The server of one process.
+
+    When told to end, it closes the engine first, so that running answers end with an error.
     """
 
     def __init__(self, app: FastAPI, engine: Engine, listening: Callable[[], None]) -> None:

@@ -283,8 +283,9 @@ class Readings:
         return document, reading
 
     def of(self, document: Document) -> Reading:
-        """Return the reading of a document. The first call after a restart tokenizes the text, about a second per
-        megabyte.
+        """Return the reading of a document.
+
+        The first call after a restart tokenizes the text, about a second per megabyte.
         """
         known = self.known(document)
         if known is None:
@@ -301,8 +302,9 @@ class Readings:
         return self._known.get((document.tenant, document.id))
 
     def look(self, reading: Reading) -> int:
-        """Return how many leading pages of the document the store has now. With all of them it becomes ready, for a
-        question may have had it read.
+        """Return how many leading pages of the document the store has now.
+
+        With all of them it becomes ready, for a question may have had it read.
         """
         stored = self._store.match(reading.keys).num_pages
         if stored == len(reading.keys) and not reading.under_way:
@@ -352,8 +354,9 @@ class Readings:
         self._store.evict([key for key in reading.keys if key not in shared])
 
     def recall(self) -> None:
-        """Find what the store has of every document after a restart. Runs in a thread of its own and ends at
-        ``close``.
+        """Find what the store has of every document after a restart.
+
+        Runs in a thread of its own and ends at ``close``.
         """
         with suppress(StoreClosed):
             for document in self._library.all():

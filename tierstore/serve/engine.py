@@ -68,8 +68,9 @@ class Asked:
 
 
 class Line:
-    """The queue of waiting requests. It hints to an attached prefetcher when each will start. For one thread at a
-    time.
+    """The queue of waiting requests. It hints to an attached prefetcher when each will start.
+
+    For one thread at a time.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -85,8 +86,9 @@ class Line:
         self._hints.add(asked.name, asked.keys)
 
     def take(self, room: int) -> Asked | None:
-        """Pop the oldest waiting request if it fits in ``room`` HBM pages, else return None. A later one never
-        overtakes.
+        """Pop the oldest waiting request if it fits in ``room`` HBM pages, else return None.
+
+        A later one never overtakes.
         """
         if not self._line or self._line[0].pages > room:
             return None
@@ -112,8 +114,9 @@ class Line:
 
 
 class Coming:
-    """A lease on the pages of a request that are on disk, if any. Pages in host memory are loaded layer by layer
-    later.
+    """A lease on the pages of a request that are on disk, if any.
+
+    Pages in host memory are loaded layer by layer later.
 
     For one thread at a time. ``close`` releases the pages.
     """
@@ -282,8 +285,9 @@ class Ticket:
         self._cancelled, self._ended, self._wake = asked.cancelled, asked.ended, wake
 
     def cancel(self) -> None:
-        """Compute and report nothing more for the request, from the next step on. Idempotent; without effect once it
-        ended.
+        """Compute and report nothing more for the request, from the next step on.
+
+        Idempotent; without effect once it ended.
         """
         self._cancelled.set()
         self._wake()
@@ -372,6 +376,7 @@ class Engine:
 
     def close(self, timeout_s: float = _LAST_STEP_S) -> None:
         """Stop the engine; running and waiting requests get ``Failed``. Call it before the store is closed.
+
         Idempotent.
         """
         with self._changed:

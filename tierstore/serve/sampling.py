@@ -74,8 +74,9 @@ class Spelling:
         """Whether a stop string came: nothing follows."""
 
     def add(self, token: int) -> str:
-        """Add a token and return the characters that are certain now. A possible beginning of a stop string is held
-        back.
+        """Add a token and return the characters that are certain now.
+
+        A possible beginning of a stop string is held back.
         """
         if self.stopped:
             return ""

@@ -235,8 +235,9 @@ class PagedBatch:
         self.columns = [0] * self.terms.num_models
 
     def take_tail(self) -> Tail | None:
-        """Return the half-full last page of the only row, if it exists and is not shared. The row then ends
-        before it.
+        """Return the half-full last page of the only row, if it exists and is not shared.
+
+        The row then ends before it.
         """
         self.settle()
         tail = self.rows[0].take_tail() if len(self.rows) == 1 else None
@@ -258,9 +259,7 @@ class PagedBatch:
         return max(0, start - pad), max(0, start + width - pad)
 
     def _leaders(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> list[int]:
-        """Return for each row the first row that is equal to it and is fed the same; that row writes for all of
-        them.
-        """
+        """Return for each row the first row that is equal and is fed the same; that row writes for all of them."""
         leaders: list[int] = []
         for index, row in enumerate(self.rows):
             twin = index

@@ -221,8 +221,9 @@ class PagedCache(Cache):
     def write(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> None:
-        """Wait for the layer's pages and write new K and V. Called for each layer in order; layer 0 allocates
-        space first.
+        """Wait for the layer's pages and write new K and V.
+
+        Called for each layer in order; layer 0 allocates space first.
         """
         if layer.position == 0:
             self._begin(layer, keys, values, positions)
@@ -486,7 +487,7 @@ class DraftModel:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name under which ``model.forward`` and ``model.generate`` take a cache in this transformers
+    """Return the name under which the model's ``forward`` and ``generate`` take a cache in this transformers
     version.
     """
     parameters = inspect.signature(plain_model(model).forward).parameters
@@ -626,8 +627,9 @@ class TierStoreCache(PagedCache):
         return self.batch.take_tail()
 
     def close(self) -> None:
-        """Release the leases and free unsealed pages. Sealed pages can still be matched. Calling it again has no
-        effect.
+        """Release the leases and free unsealed pages. Sealed pages can still be matched.
+
+        Calling it again has no effect.
         """
         super().close()
         if self._draft is not None:

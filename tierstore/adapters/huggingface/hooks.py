@@ -50,8 +50,9 @@ class HookedCache(Protocol):
 
 
 _lock = RLock()
-"""Held while hooks are added or removed. A finalizer may remove some meanwhile, but then the model has an open
-cache.
+"""Held while hooks are added or removed.
+
+A finalizer may remove some meanwhile, but then the model has an open cache.
 """
 
 

@@ -87,8 +87,9 @@ class Weights:
             return self._look_anew(model)
 
     def same(self, model: PreTrainedModel, state: State) -> bool:
-        """Return whether the weights are still those of ``state``, as far as tensors and adapters show. Called in every
-        pass.
+        """Return whether the weights are still those of ``state``, as far as tensors and adapters show.
+
+        Called in every pass.
         """
         walk = self._walk
         if walk is not None and self._state == state and not walk.weights_changed():

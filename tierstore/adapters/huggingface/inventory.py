@@ -152,8 +152,9 @@ class Contents:
         return text
 
     def feed(self, tensor: torch.Tensor, feed: Callable[[bytes | memoryview], None]) -> None:
-        """Pass the bytes of a tensor, or of its component tensors, to ``feed``. ValueError if they are not in
-        memory.
+        """Pass the bytes of a tensor, or of its component tensors, to ``feed``.
+
+        ValueError if they are not in memory.
         """
         tensor = _bare(tensor)
         if tensor.is_meta:
@@ -700,9 +701,7 @@ class Walk:
         return f"{kind.__module__}.{kind.__qualname__}" if known else kind.__qualname__
 
     def _function_of_class(self, function: FunctionType, place: str) -> None:
-        """Describe a class's function and those that it wraps: what it calls, and its code unless of a known
-        package.
-        """
+        """Describe a class's function and those it wraps: what it calls, and its code unless of a known package."""
         found: Any = function
         while isinstance(found, FunctionType):
             if _package(found) not in _KNOWN_CODE:

@@ -193,8 +193,9 @@ class Holding:
         return self._lease.holders == 1 and self.pages == pages
 
     def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
-        """Give pages from number ``start`` on to the store and hold them. Returns the slots that the store
-        answers with.
+        """Give pages from number ``start`` on to the store and hold them.
+
+        Returns the slots that the store answers with.
         """
         kept = self._terms.store.put(
             keys,
@@ -207,10 +208,13 @@ class Holding:
         return kept
 
     def wait_for_writers(self) -> None:
-        """Wait until the held pages can be read: another request may have sealed the same ones and still be
-        writing them.
+        """Wait until the held pages can be read.
 
-        On a GPU the current stream waits, not the host. Raises TimeoutError if they are not written in time.
+        Another request may have sealed the same ones and still be writing them. On a GPU the current stream waits, not
+        the host.
+
+        Raises:
+            TimeoutError: They are not written in time.
         """
         timeout_s = self._terms.timeout_s
         if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:

@@ -21,8 +21,9 @@ from tierstore.types import LeaseState, require_flag, require_seconds, require_t
 
 
 class PageGroups:
-    """The store's pages. ``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of
-    group ``g``.
+    """The store's pages.
+
+    ``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of group ``g``.
     """
 
     def __init__(self, store: TierStore) -> None:

@@ -192,8 +192,9 @@ class PagedSequence:
         return self.table.missing_slots(stop, first) if first < stop else 0
 
     def grow(self, first: int, stop: int, slots: Sequence[int]) -> None:
-        """Make tokens ``[first, stop)`` writable in ``slots``, which belong to the sequence now. Copies shared
-        pages.
+        """Make tokens ``[first, stop)`` writable in ``slots``, which belong to the sequence now.
+
+        Copies shared pages.
         """
         if first < stop:
             for copy in self.table.extend(stop, slots, first):
@@ -263,8 +264,9 @@ class PagedSequence:
         return self.table.slots == other.table.slots and self.written == other.written
 
     def take_tail(self) -> Tail | None:
-        """Return the half-full last page, if it is not shared and all models wrote the same. The caller owns it
-        then.
+        """Return the half-full last page, if it is not shared and all models wrote the same.
+
+        The caller owns it then.
         """
         stop = self._agreed()
         if self._holding is not None:
@@ -327,8 +329,9 @@ class PagedSequence:
         self._unlisted = keys[:count]
 
     def _list_sealed(self) -> None:
-        """Add sealed pages to the index of prefixes, but not before the token that waits for the end of a pass is
-        out.
+        """Add sealed pages to the index of prefixes.
+
+        Done only once the token that waits for the end of a pass is out.
         """
         keys, self._unlisted = self._unlisted, ()
         if keys:

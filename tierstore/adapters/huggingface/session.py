@@ -1,9 +1,9 @@
-"""Chat sessions over a store, by name: each continues where its last turn ended, down to the token, and may fork
-anywhere.
+"""Chat sessions over a store, by name.
 
-Full pages of a turn are the store's and found by their tokens: they go down the tiers between turns and come back.
-The page that the last turn left half full has no key; the session keeps its slot until the next turn, or until it
-expires. ``PrefixCache`` has the sessions of one model in one store, and serves single prompts, too.
+Each continues where its last turn ended, down to the token, and may fork anywhere. Full pages of a turn are in the
+store and found by their tokens: they go down the tiers between turns and come back. The page that the last turn left
+half full has no key; the session keeps its slot until the next turn, or until it expires. ``PrefixCache`` has the
+sessions of one model in one store, and serves single prompts, too.
 """
 
 # transformers leaves some of its functions untyped:
@@ -103,8 +103,9 @@ class Session:
 
     @contextmanager
     def turn(self) -> Iterator[TierStoreCache]:
-        """Open a cache for the conversation so far, with which to run ``generate`` or the model. Closed at the end of
-        the block.
+        """Open a cache for the conversation so far, with which to run ``generate`` or the model.
+
+        Closed at the end of the block.
 
         What the model was fed is kept: full pages in the store, the half full last one by the session. Append the
         answer afterwards; the session's ``generate`` does all of this.
@@ -289,8 +290,9 @@ class PrefixCache:
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> TierStoreCache:
-        """Return a cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``. Close it after
-        use.
+        """Return a cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``.
+
+        Close it after use.
         """
         self.expire()
         return TierStoreCache(self.store, input_ids, attention_mask, **{**self._options, **options})

@@ -121,8 +121,9 @@ class MeasuredCosts:
         self._known_at: float | None = None
 
     def look(self, *, computes: bool = False) -> None:
-        """Account for what was read since the last call. Call it at least once per step. ``computes``: this step
-        computes.
+        """Account for what was read since the last call. Call it at least once per step.
+
+        ``computes``: this step computes.
         """
         now, arrived = self._clock(), sum(map(self._traffic.arrived.__getitem__, self._traffic.reads))
         if self._reading:
@@ -170,8 +171,9 @@ class MeasuredCosts:
 
 
 def _ends(hit: Hit) -> Iterator[_End]:
-    """Yield the possible ends, shortest first, the whole hit last. With several groups only the whole hit has the
-    windows it needs.
+    """Yield the possible ends, shortest first, the whole hit last.
+
+    With several groups only the whole hit has the windows it needs.
     """
     spans = hit.spans
     if len(spans) == 1 and not spans[0].group.partial:
@@ -200,9 +202,7 @@ _STEPS_KEPT = 0.9
 """Weight of the previous estimate against a new step."""
 _MOST_UNDER_WAY = 64
 _SPREAD = 1e-3
-"""If the variance of contexts is below this fraction of the squared mean, it shows nothing about the cost of
-context.
-"""
+"""If the contexts' variance is below this fraction of their squared mean, it shows nothing about their cost."""
 
 
 class _Step(NamedTuple):
@@ -224,8 +224,9 @@ class ComputeRate:
         self._weight = self._x = self._xx = self._y = self._xy = 0.0
 
     def ordered(self, number: int, steps: Sequence[Step], now: float) -> bool:
-        """Record that step ``number`` is about to run. Returns whether its end should be reported because it is
-        informative.
+        """Record that step ``number`` is about to run.
+
+        Returns whether its end should be reported because it is informative.
         """
         prompts = [step for step in steps if step.scheduled >= _OF_A_PROMPT]
         tokens = sum(step.scheduled for step in prompts)

@@ -92,9 +92,7 @@ class Hit:
 
 
 def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, find: Find) -> Hit:
-    """Return the longest hit from ``start`` on, of at most ``limit`` tokens in all and a multiple of
-    ``groups.unit``.
-    """
+    """Return the longest hit from ``start``, of at most ``limit`` tokens in all and a multiple of ``groups.unit``."""
     unit = groups.unit
     end = max(start, limit // unit * unit)
     whole: list[tuple[int, Span]] = []
@@ -166,8 +164,9 @@ def _cut(span: Span, end: int) -> Span:
 
 
 _LOOKUP_ASKS = 64
-"""How often a result is repeated before pages are looked up again: a request that waits for space asks in every
-step.
+"""How often a result is repeated before pages are looked up again.
+
+A request that waits for space asks in every step.
 """
 
 
@@ -196,8 +195,9 @@ class HitLookup:
         self._costs = costs
 
     def tokens(self, known: RequestState, computed: int, others: int = 0) -> int | None:
-        """Return the number of tokens beyond ``computed``; None means ask again. ``others``: requests that want the
-        engine.
+        """Return the number of tokens beyond ``computed``; None means ask again.
+
+        ``others``: requests that want the engine.
         """
         return None if self._put_off(known) else self._lookup(known, computed, others).hit.tokens
 

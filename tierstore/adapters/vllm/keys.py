@@ -260,9 +260,7 @@ class Adapters:
 
 
 def _adapter_folder(lora: Any) -> Path | None:
-    """Return the folder from which vLLM loads the adapter, as it resolves the path; None if it is not on this
-    machine.
-    """
+    """Return the folder from which vLLM loads the adapter, as it resolves the path; None if it is elsewhere."""
     given = str(getattr(lora, "lora_path", "") or "")
     elsewhere = ("tensorizer_config_dict", "lora_tensors")
     if not given or any(getattr(lora, name, None) is not None for name in elsewhere):
@@ -303,8 +301,9 @@ def _digest(folder: Path, signature: Signature) -> str | None:
 
 
 def adapters_digest(folders: Sequence[Path]) -> str:
-    """Return a hex digest of the files of several adapters, in any order. ConfigError for a folder without such
-    files.
+    """Return a hex digest of the files of several adapters, in any order.
+
+    ConfigError for a folder without such files.
     """
     found = []
     for folder in folders:

@@ -58,8 +58,9 @@ class Group:
         return self.window is not None or self.chunk is not None
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first block needed to continue after ``tokens`` tokens. vLLM may have given back those
-        before it.
+        """Return the first block needed to continue after ``tokens`` tokens.
+
+        vLLM may have given back the blocks before it.
         """
         seen_from = 0
         if self.window is not None:
@@ -92,8 +93,9 @@ class Groups:
 
     @property
     def name(self) -> str:
-        """Part of the pages' identity, because a block's content depends on it. Empty for a single group of all
-        layers.
+        """Part of the pages' identity, because a block's content depends on it.
+
+        Empty for a single group of all layers.
         """
         return (
             ""

@@ -75,8 +75,9 @@ def kv_layout(
 
 
 def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each range of a block's bytes once. Views with different shapes become equal views in one piece per
-    block.
+    """Return each range of a block's bytes once.
+
+    Views with different shapes become equal views in one piece per block.
     """
     unique = list({(v.data_ptr(), v.shape, v.stride(), v.dtype): v for v in views}.values())
     if len({(v.shape, v.dtype) for v in unique}) == 1:

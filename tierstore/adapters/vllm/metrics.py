@@ -1,5 +1,6 @@
-"""Metrics of the scheduler's half for vLLM's log and Prometheus: counters as increments since the last read, and
-gauges.
+"""Metrics of the scheduler's half, for vLLM's log and Prometheus.
+
+Counters are increments since the last read; gauges are present values.
 """
 
 from __future__ import annotations

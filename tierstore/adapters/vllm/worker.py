@@ -158,8 +158,11 @@ _log = logging.getLogger("tierstore.adapters.vllm.working")
 
 _LOOK_S = 0.05
 _IDLE_S = 0.002
-"""What an engine that has nothing to compute waits for a copy or a read to end, each step: whoever steps on and on
-instead takes the processor, and in one process Python's turn, from those who copy and read."""
+"""How long an engine that has nothing to compute waits in each step for a copy or a read to end.
+
+Without the wait, its loop would take the processor, and within one process Python's lock, from the threads that copy
+and read.
+"""
 _FENCE_WARN_S = 10.0
 _CLOSE_S = 30.0
 _REST_S = 30.0

@@ -95,13 +95,18 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 Backend = Literal["auto", "reference", "triton", "gathered"]
-"""``reference``: plain torch. ``triton``: kernels that read pages in place. ``gathered``: pages are gathered, some at a
-time, for torch's SDPA kernels. ``auto``: the fastest of them for the device and shape."""
+"""``reference``: plain torch. ``triton``: kernels that read pages in place.
+
+``gathered``: pages are gathered, some at a time, for torch's SDPA kernels. ``auto``: the fastest of them for the device
+and shape.
+"""
 
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
-"""Gathering is faster from so many queries of a sequence on, and from so large a product of queries, tokens, heads and
-head_dim: below, its launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md."""
+"""Queries per sequence, and the product of queries, tokens, heads and head_dim, from which gathering is faster.
+
+Below them its launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md.
+"""
 
 
 class AttentionBackend(Protocol):

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from tierstore.gpu.attention.page_table import Shape
 
 FIELDS = 9
-"""Numbers of an item, int32: the first place in ``indices`` and the length of its sequence; its first token and end;
-the first query and the number of queries of its sequence; its own first row; its first part, and how many parts each
-of its queries has."""
+"""Numbers of an item, int32.
+
+They are the first place in ``indices`` and the length of its sequence; its first token and its end; the first query and
+the number of queries of its sequence; its own first row; its first part, and the number of parts of each of its
+queries.
+"""
 
 _START_TILES = 2
 """Cost of a program before its first tile and after its last, in tiles."""
@@ -146,8 +149,7 @@ _SMALL = 16
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program works: rows, tokens at a time, warps, stages of its pipeline, programs that fit a
-    multiprocessor."""
+    """How a program works: rows, tokens per iteration, warps, pipeline stages, programs per multiprocessor."""
 
     block_m: int
     block_n: int

@@ -159,8 +159,10 @@ class Paging:
         _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
 
     def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
-        """Raise ValueError unless it fits buffers for ``max_pages`` pages, made for ``before``: a batch and its
-        shape."""
+        """Raise ValueError unless it fits buffers for ``max_pages`` pages that were made for ``before``.
+
+        Checks the batch size and the shape.
+        """
         if len(self.indices) > max_pages:
             raise ValueError(f"the plan has {len(self.indices)} pages, but max_pages is {max_pages}")
         if int(self.widths.max(initial=0)) > 1:

@@ -200,10 +200,9 @@ class PagedPrefill(_Paged):
         """Plan a step, for all layers of one shape. Other arguments are as in ``PagedDecode.plan``.
 
         Args:
-            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``: those
-            of
+            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, for
                 its last tokens, whose K and V must be in the pages by the time of ``run``.
-            causal: each query sees tokens up to its own; else all. A window needs ``causal``.
+            causal: Each query sees the tokens up to its own; otherwise all. A window needs ``causal``.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,

@@ -365,8 +365,10 @@ def keep(
     PLAIN: tl.constexpr, ITEM: tl.constexpr, PAYLOAD: tl.constexpr, AT: tl.constexpr,
     NBYTES: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bytes that are no numbers, as they are: from the page into the payload, or ``BACK``. Strides are of ``ITEM``
-    bytes; ``NBYTES`` of a layer's plane."""
+    """Bytes that are no numbers, as they are: from the page into the payload, or ``BACK``.
+
+    Strides are of ``ITEM`` bytes; ``NBYTES`` of a layer's plane.
+    """
     page = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     layer, plane = row // PLANES, row % PLANES
@@ -387,8 +389,10 @@ def sides_of_rows(
     WIDTH: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
     RULE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and smallest numbers of both numbers of each byte of these rows, which have one each; what a codec has not
-    is some scale. ``first``: of the layer."""
+    """Return scale and minimum of both numbers in each byte of these rows, which have one of each.
+
+    If a codec has no minimum, some scale is returned in its place. ``first``: the layer's first scale.
+    """
     low_scale = load_scale(scales, first + row, here)
     low_floor = low_scale
     high_scale = low_scale

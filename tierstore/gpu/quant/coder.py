@@ -56,8 +56,10 @@ class Grid(NamedTuple):
 
 
 FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
-"""At least 192 KiB in flight. By calculation: 128 KiB fill the link, as in the copy kernel, and each tile starts with
-nothing in flight."""
+"""At least 192 KiB in flight.
+
+By calculation: 128 KiB fill the link, as in the copy kernel, and each tile starts with nothing in flight.
+"""
 
 _ROW_NBYTES = 128
 """Bytes of a row of codes that share one scale. With a scale for each channel a tile is eight times as wide."""

@@ -49,25 +49,33 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.gpu.coded_path")
 
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
-"""How loads through slabs are cut into layer groups. Nothing hides what is computed after the last group has come, so
-that group has fewer layers; with far fewer the host could not launch the groups before it in time. Each group has
-scales of its own: two small pieces for each page, or more where smallest numbers are stored, which take the link one
-and the host three microseconds each. Pages of 2 MiB in two groups came at half the speed of whole ones. Sizes are
-those of pages before encoding."""
+"""How loads through slabs are cut into layer groups.
+
+Nothing hides what is computed after the last group has come, so that group has fewer layers; with far fewer the host
+could not launch the groups before it in time. Each group has scales of its own: two small pieces for each page, or more
+where smallest numbers are stored, which take the link one and the host three microseconds each. Pages of 2 MiB in two
+groups came at half the speed of whole ones. Sizes are those of pages before encoding.
+"""
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""How loads are cut where a kernel reads payloads in host memory (see ``MappedLoads``): a layer group costs one more
-launch for hundreds of pages, and nothing else."""
+"""How loads are divided if a kernel reads payloads in host memory (see ``MappedLoads``).
+
+A layer group then costs one more launch for hundreds of pages, and nothing else.
+"""
 
 MAPPED_NBYTES = 64 << 10
-"""Bytes of codes that a layer has of K, or of V, in a page, at least, for ``MappedLoads``. With less the kernel is
-slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 0.67 of the link."""
+"""Bytes of codes that a layer has of K, or of V, in a page, at least, for ``MappedLoads``.
+
+With less the kernel is slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 0.67 of the link.
+"""
 
 
 UP_NBYTES = 192 << 20
-"""Bytes of the pages whose payloads a slab of loads holds; and its own at most. What the engine launches at once goes
-through one slab, three quarters of the layers of 32 large pages too: a round of its own costs the caller a call of the
-driver and a launch."""
+"""Bytes of the pages whose payloads a slab of loads holds; and its own at most.
+
+What the engine launches at once goes through one slab, three quarters of the layers of 32 large pages too: a round of
+its own costs the caller a call of the driver and a launch.
+"""
 
 DOWN_NBYTES = 64 << 20
 """As ``UP_NBYTES``, for saves, for which nobody waits."""
@@ -243,8 +251,7 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Return the bytes of a slab with a row for each page that fits ``nbytes`` (see ``UP_NBYTES``); at least one
-    row."""
+    """Return the bytes of a slab with as many one-page rows as fit ``nbytes`` (see ``UP_NBYTES``), at least one."""
     return max(1, nbytes // max(held.layout.blob_nbytes, held.slot_nbytes)) * held.slot_nbytes
 
 
