@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, Wi
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tierstore.errors import ConfigError
+from tierstore.types import MOST_READERS
 
 _QUANTITY = re.compile(r"((?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 _PREFIXES = "KMGTPE"
@@ -27,7 +28,6 @@ _SIZES = {"": Decimal(1), "B": Decimal(1)}
 _SIZES |= {f"{prefix}B": Decimal(1000**power) for power, prefix in enumerate(_PREFIXES, 1)}
 _SIZES |= {f"{prefix}iB": Decimal(1024**power) for power, prefix in enumerate(_PREFIXES, 1)}
 _TIMES = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min": Decimal(60)}
-MOST_READERS = 64
 
 _A_SIZE = 'a size from 1 byte to less than 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
 _A_TIME = 'a duration above 0 and up to an hour with its unit, such as "200ms", "1.5s" or "1min"'

@@ -18,6 +18,9 @@ from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal, NewType, Protocol, SupportsIndex, runtime_checkable
 
+MOST_READERS = 64
+"""Largest number of threads that read an NVMe tier."""
+
 _MOST_SECONDS = 1e15
 _LONGEST_WAIT_S = 1e9
 """Thirty years. Threads refuse to wait for longer."""

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from importlib.metadata import version
+from collections.abc import Callable
 from threading import Timer
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -23,12 +23,13 @@ from tierstore.cli.replay import replay
 from tierstore.cli.serve import serve
 from tierstore.cli.studies import compare, engine, hints
 from tierstore.cli.vllm_check import vllm_check
-from tierstore.config import config_schema
 from tierstore.demo.command import demo
 
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"tierstore {version('tierstore')}")
         raise typer.Exit
 
@@ -39,13 +40,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, serve, compare, plan, replay, inspect, verify, purge, export):
-    app.command()(command)
-app.command("import")(import_)
-app.command("vllm-check")(vllm_check)
-for measurement in (codec, copy, engine, arena, attention, overlap, prefetch, hints, ttft):
-    bench.command()(measurement)
-app.add_typer(bench, name="bench")
 
 
 @app.callback()
@@ -118,9 +112,10 @@ def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
         again.start()
 
 
-@app.command("config-schema")
 def show_config_schema(as_json: Json = False) -> None:
     """Print the JSON schema of a configuration file, for editors."""
+    from tierstore.config import config_schema
+
     schema = config_schema()
     if as_json:
         print_json(schema)
@@ -128,4 +123,29 @@ def show_config_schema(as_json: Json = False) -> None:
         typer.echo(json.dumps(schema, indent=2))
 
 
-app.command()(doctor)
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Serve, plan, check the machine": {
+        "serve": serve,
+        "plan": plan,
+        "doctor": doctor,
+        "vllm-check": vllm_check,
+        "config-schema": show_config_schema,
+    },
+    "Look after a directory": {
+        "inspect": inspect,
+        "verify": verify,
+        "purge": purge,
+        "export": export,
+        "import": import_,
+    },
+    "Measure": {"replay": replay},
+    "Try it": {"demo": demo, "compare": compare},
+}
+"""Every command by the heading under which the help text and the documentation list it; also ``bench``."""
+
+for _heading, _commands in _GROUPS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_heading)(_command)
+for measurement in (codec, copy, engine, arena, attention, overlap, prefetch, hints, ttft):
+    bench.command()(measurement)
+app.add_typer(bench, name="bench", rich_help_panel="Measure")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,10 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tierstore.cli.output import Json, print_json, progress, refusals, require_file, require_place
-from tierstore.config import NvmeConfig, format_size, load_config
+from tierstore.cli.output import (
+    Json,
+    format_size,
+    print_json,
+    progress,
+    refusals,
+    require_file,
+    require_place,
+)
 from tierstore.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from tierstore.archive.file_format import Description
     from tierstore.archive.intake import Imported
     from tierstore.cli.document_keys import Document
+    from tierstore.config import NvmeConfig
     from tierstore.types import PageKey
 
 Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme section is used.")]
@@ -60,6 +66,8 @@ def export(
 ) -> None:
     """Write pages of a closed store to one portable file, unchanged. Exit code 1 if some pages are missing."""
     with refusals(as_json):
+        import asyncio
+
         from tierstore.archive import closed_store
         from tierstore.archive.export import write_archive
 
@@ -94,11 +102,12 @@ def import_(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a file of pages and import the valid ones into a closed store. Exit code 1 if a page is still missing
-    then.
-    """
+    """Import the valid pages of a file into a closed store. Exit code 1 if a page is still missing then."""
     with refusals(as_json):
+        import asyncio
+
         from tierstore.archive import closed_store, intake
+        from tierstore.config import load_config
 
         settings, nvme = load_config(config), _nvme(config)
         require_file("FILE", file, "a file that `tierstore export` wrote")
@@ -135,6 +144,8 @@ def _require_known(path: Path, description: Description, file: Path) -> None:
 
 
 def _nvme(config: Path) -> NvmeConfig:
+    from tierstore.config import load_config
+
     nvme = load_config(config).nvme
     if nvme is None:
         raise ConfigError(
@@ -234,6 +245,8 @@ def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar; the result moves it."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=progress, transient=True, disable=not progress.is_interactive) as bars:
         task = bars.add_task(what, total=None)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, TaskID, TextColumn, track
 from rich.table import Table
 
 from tierstore.cli.output import (
     Json,
     finite,
+    format_size,
     is_checkout,
     print_json,
     progress,
@@ -32,13 +32,15 @@ from tierstore.cli.output import (
     wide_console,
 )
 from tierstore.cli.replay import _files
-from tierstore.config import MOST_READERS, format_size, parse_size
 from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents, require_texts
 from tierstore.demo.model import ALLOWED, SMOLLM2, ModelError, is_prepared, model_folder, prepared_folder
 from tierstore.errors import ConfigError
+from tierstore.types import MOST_READERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rich.progress import Progress, TaskID
 
     from tierstore.bench.attention import AttentionRow
     from tierstore.bench.codec import Sample
@@ -151,6 +153,8 @@ def nvme(
     At full size it writes about 100 GiB and takes a few minutes, longer on a slow disk. It uses at most 3 GiB at a
     time.
     """
+    from rich.progress import track
+
     from tierstore.bench import nvme as measured
     from tierstore.bench.measurement import device, load_average
 
@@ -497,10 +501,10 @@ def codec(
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Use synthetic pages and no model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure each codec on real KV: ratio, rates per core, error, and how far the model's next tokens move; exp in
-    detail.
+    """Measure each codec on real KV: ratio, rates per core, error, and how far the model's next tokens move.
 
-    Without a model the pages are synthetic, and figures that need a model are left out.
+    The codec exp is measured in detail. Without a model the pages are synthetic, and figures that need one are
+    left out.
     """
     from tierstore.bench import codec as measured
     from tierstore.bench import measurement
@@ -667,8 +671,9 @@ def overlap(
     batch: Annotated[str, typer.Option(help="Bytes of that batch.")] = "4GiB",
     as_json: Json = False,
 ) -> None:
-    """Overlap compute with streaming: a lease restored layer by layer, and memory-bound kernels next to each kind of
-    copy.
+    """Overlap compute with streaming.
+
+    A lease is restored layer by layer, and memory-bound kernels run next to each kind of copy.
     """
     from tierstore.bench.link import device_of
     from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of
@@ -715,7 +720,7 @@ def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[
         if device == "cpu" and path == "kernel":
             continue
         progress.print(f"kernels beside pages, {path}")
-        pages = Pages(device, parse_size(size), batch, path)
+        pages = Pages(device, size_of("size", size), batch, path)
         try:
             found += [beside_row(kernel, pages, d, times, pairs) for kernel in kernels for d in ways]
         finally:
@@ -770,12 +775,14 @@ def prefetch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a trace on a simulated server: no loads, loads on look-up, loads on hints, and loads that know the
-    future.
+    """Replay a trace on a simulated server, with loads at different times.
 
+    It compares no loads, loads on look-up, loads on hints, and loads that know the future.
     The server prefills one request at a time, as fast as an 8B model was measured on an H200, and decodes 32 at a
     time.
     """
+    from rich.progress import Progress, TextColumn
+
     from tierstore.bench.prefetch import Capacities, first, prefetch_rows
     from tierstore.replay.traces import read_traces
 
@@ -869,8 +876,9 @@ def ttft(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the time to first token over a long stored prefix, compared with moving its bytes and with recomputing
-    it.
+    """Measure the time to first token over a long stored prefix.
+
+    Compares it with the time to move the prefix's bytes, and with recomputing the prefix.
     """
     from tierstore.bench.ttft import SHAPES, Ask, Bench
 

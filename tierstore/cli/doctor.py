@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -17,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, print_json
-from tierstore.config import format_size
+from tierstore.cli.output import Json, format_size, print_json
 from tierstore.host.free_memory import free_memory
 
 
@@ -251,6 +249,8 @@ def disk_speed(place: Path) -> Iterator[Check]:
 
 
 def _version(package: str) -> str:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

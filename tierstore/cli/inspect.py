@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, Yes, print_json, progress, refusals
-from tierstore.config import format_size
+from tierstore.cli.output import Json, Yes, format_size, print_json, progress, refusals
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from tierstore.nvme.inspection import HomeReport, ShardReport, ShardVerdict
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store, its nvme.path.")]
@@ -196,6 +196,8 @@ def _say(verdict: ShardVerdict) -> None:
 
 
 def _bars() -> Progress:
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("{task.description}"),
         MofNCompleteColumn(),

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from tierstore.config import format_size, parse_size
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.host.free_memory import free_memory
 
@@ -29,6 +28,13 @@ REFUSED = 2
 """Exit code of a command that could not run as asked."""
 
 progress = Console(stderr=True)
+
+
+def format_size(nbytes: int) -> str:
+    """Return ``config.format_size``, without importing pydantic for a command that shows no size."""
+    from tierstore import config
+
+    return config.format_size(nbytes)
 
 
 def wide_console() -> Console:
@@ -93,6 +99,8 @@ def study(name: str) -> Any:
 
 def size_of(option: str, text: str) -> int:
     """Return the bytes of the size that an option gives. ConfigError if it is not a size."""
+    from tierstore.config import parse_size
+
     try:
         return parse_size(text)
     except ValueError as error:

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
-from tierstore.config import format_size, load_config
+from tierstore.cli.output import Json, finite, format_size, print_json, progress, refusals, wide_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +43,8 @@ def plan(
     machine; opens no store. Exit code 1 if this machine could not open the configuration for the model.
     """
     with refusals(as_json):
+        from tierstore.config import load_config
+
         loaded = load_config(config)
         from tierstore.plan.forecast import (
             forecast,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tierstore.cli.output import (
     Json,
+    format_size,
     print_json,
     progress,
     refusals,
@@ -21,13 +21,13 @@ from tierstore.cli.output import (
     size_of,
     wide_console,
 )
-from tierstore.config import WITHDRAWN_POLICIES, Admission, Policy, StoreConfig, format_size, load_config
 from tierstore.errors import ConfigError
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from tierstore.config import StoreConfig
     from tierstore.replay.simulation import Row, Setting
     from tierstore.replay.traces import Trace
 
@@ -83,6 +83,8 @@ def replay(
 
         found = read_traces(list(_files(traces)))
         if config is not None:
+            from tierstore.config import load_config
+
             configs = [load_config(config)]
         else:
             sizes, policies = capacity or ["125GiB"], policy or ["lru", "adaptive"]
@@ -135,6 +137,8 @@ def _configs(
     admissions: Sequence[str],
 ) -> Iterator[StoreConfig]:
     """Yield a configuration for each combination, checked like a store's. ConfigError names the wrong option."""
+    from tierstore.config import WITHDRAWN_POLICIES, Admission, Policy, load_config
+
     for option, text in (*(("--capacity", each) for each in capacities), ("--host", host), ("--nvme", nvme)):
         if text is not None:
             size_of(option, text)
@@ -198,6 +202,8 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
 def _replay(
     traces: Sequence[Trace], configs: Sequence[StoreConfig], model: str, folder: Path | None
 ) -> list[Row]:
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
     from tierstore.replay.bounds import Bounds, user_folder
     from tierstore.replay.simulation import row
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tierstore.cli.output import Json, print_json, progress, refusals
-from tierstore.config import StoreConfig, load_config
 from tierstore.demo.model import ALLOWED, short_name
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tierstore.config import StoreConfig
     from tierstore.serve.auth import Tenants
     from tierstore.serve.model import Reader
 
@@ -103,6 +103,8 @@ def _require_extras() -> None:
 
 
 def _settings(file: Path) -> StoreConfig:
+    from tierstore.config import load_config
+
     settings = load_config(file)
     if settings.hbm is None:
         raise ConfigError(

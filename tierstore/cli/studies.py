@@ -36,8 +36,9 @@ def compare(
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Compare answers over the store with plain transformers: greedy, batches, samples, beams, drafts, chunks,
-    rollbacks.
+    """Compare answers over the store with answers of plain transformers.
+
+    The cases are greedy decoding, batches, samples, beams, draft models, chunks and rollbacks.
 
     Compares every answer with that of transformers' own cache, token by token, in float32, and checks that the
     model computes only what was not reused. Prepares the models on first use. Exit code 1 if a case differs.

