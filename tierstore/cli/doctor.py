@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.cli.output import Json, format_size, print_json
-from tierstore.host.free_memory import free_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,8 @@ def cuda() -> Iterator[Check]:
 
 def memory(root: Path = Path("/")) -> Check:
     """Check how much memory is free under the tightest limit, of the machine or of a control group (container)."""
+    from tierstore.host.free_memory import free_memory
+
     free = free_memory(root)
     if free is None:
         why = "/proc/meminfo cannot be read, so host.capacity cannot be checked"

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.host.free_memory import free_memory
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -114,6 +113,8 @@ def require_memory(options: Mapping[str, int], needed: int) -> None:
         options: The sizes to name in the message, by option.
         needed: Bytes that follow from them.
     """
+    from tierstore.host.free_memory import free_memory
+
     free = free_memory()
     if free is None or needed <= free.nbytes:
         return
