@@ -274,7 +274,7 @@ def test_pages_have_64_tokens_unless_something_says_otherwise(folder: Path) -> N
 def test_a_configuration_that_would_not_open_ends_with_code_1(folder: Path) -> None:
     code, told, plan = run(folder, "--page-size", "100000")
     assert code == 1
-    assert "refused: hbm.capacity is 65536 bytes" in told
+    assert "refused: hbm.capacity must be at least one page" in told
     assert plan["tiers"][0]["pages"] == 0
 
 
