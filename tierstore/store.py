@@ -266,20 +266,42 @@ _log = logging.getLogger("tierstore.saving")
 _FLUSH_STALL_S = 10.0
 
 
-class _Wait:
-    """Waits for several things in turn, and gives up for good when nothing has moved for 10 s.
+class Flush:
+    """One flush: what it sends down to disk, and the wait until that and all erases before it are durable.
 
-    What moves is a page of the ticket, or the disk: a write or an erase of any page, or a single write within a batch.
+    The wait gives up for good when nothing has moved for 10 s. What moves is a page of the flush, or the disk: a write
+    or an erase of any page, or a single write within a batch.
     """
 
     def __init__(self, pump: Pump, ticket: Ticket) -> None:
+        """Wait for the pages of ``ticket``; an empty one waits for erases alone."""
+        self.ticket = ticket
+        """Counts the pages of this flush that are not settled."""
         self.over = False
         """Whether it gave up."""
         self._pump = pump
-        self._ticket = ticket
         self._last, self._since = self._moved(), monotonic()
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    @classmethod
+    def of_unsaved(cls, pump: Pump) -> Flush:
+        """Send every page that is readable now and not on disk on its way there, whatever admission says."""
+        with pump.lock, pump.guard:
+            pump.directory.admission.insist_on_all()
+        try:
+            return cls(pump, _send_down(pump))
+        finally:
+            with pump.lock, pump.guard:
+                pump.directory.admission.insisted()
+
+    def result(self) -> FlushResult:
+        """Wait until every page is durable or failed, and every erase before now is durable, or give up."""
+        self._until(lambda: self.ticket.open == 0)
+        erases, synced = self._until_durable()
+        arrived = self.ticket.arrived if synced else 0
+        pending = self.ticket.open + self.ticket.arrived - arrived
+        return FlushResult(self.ticket.found + arrived, self.ticket.failed, pending, erases)
+
+    def _until(self, holds: Callable[[], bool]) -> None:
         """Wait until the condition holds, or not at all once it is over."""
         for _ in self._pump.until(None):
             if holds() or self.over:
@@ -290,8 +312,8 @@ class _Wait:
             elif monotonic() - self._since > _FLUSH_STALL_S:
                 self.over = True
 
-    def until_durable(self) -> tuple[int, bool]:
-        """Wait until all that was written and evicted before is durable: erases that are not, whether writes are."""
+    def _until_durable(self) -> tuple[int, bool]:
+        """Wait until writes and erases are durable; return the number of erases that are not, whether writes are."""
         with self._pump.lock, self._pump.guard:
             dying = self._pump.directory.dying()
 
@@ -300,28 +322,17 @@ class _Wait:
                 dying.intersection_update(self._pump.directory.dying())
             return not dying
 
-        self.until(ended)
+        self._until(ended)
         mark: SyncMark | None = self._pump.mover.begin_sync()
         if mark is None:
             return 0, True
-        self.until(mark.done.is_set)
+        self._until(mark.done.is_set)
         if self.over:
             self._pump.mover.give_up_waiting()
         return (0 if mark.ok else self._pump.mover.pending_erases) + len(dying), mark.synced
 
     def _moved(self) -> tuple[object, ...]:
-        return self._ticket.open, self._ticket.moves, self._pump.mover.progress
-
-
-def save_unsaved(pump: Pump) -> Ticket:
-    """Every page readable now and not in NVMe is on its way there; the ticket counts those that are not settled."""
-    with pump.lock, pump.guard:
-        pump.directory.admission.insist_on_all()
-    try:
-        return _send_down(pump)
-    finally:
-        with pump.lock, pump.guard:
-            pump.directory.admission.insisted()
+        return self.ticket.open, self.ticket.moves, self._pump.mover.progress
 
 
 def _send_down(pump: Pump) -> Ticket:
@@ -689,13 +700,7 @@ class TierStore:
         are durable, failed and pending, and how many evicted pages a restart could still bring back.
         """
         self._pump.require_open()
-        ticket = save_unsaved(self._pump)
-        wait = _Wait(self._pump, ticket)
-        wait.until(lambda: ticket.open == 0)
-        erases, synced = wait.until_durable()
-        arrived = ticket.arrived if synced else 0
-        pending = ticket.open + ticket.arrived - arrived
-        return FlushResult(ticket.found + arrived, ticket.failed, pending, erases)
+        return Flush.of_unsaved(self._pump).result()
 
     def flush_evictions(self) -> int:
         """Returns when every ``evict`` before the call is durable: no restart brings its pages back. Writes no page.
@@ -704,7 +709,7 @@ class TierStore:
         ``flush`` does.
         """
         self._pump.require_open()
-        return _Wait(self._pump, Ticket()).until_durable()[0]
+        return Flush(self._pump, Ticket()).result().pending_erases
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
@@ -830,7 +835,7 @@ class TierStore:
         with suppress(StoreClosed):
             with self._pump.lock, self._pump.guard:
                 self._directory.hints.close()
-            save_unsaved(self._pump)
+            Flush.of_unsaved(self._pump)
             self._pump.wait_idle(deadline)
         self._pump.stop(max(0.0, deadline - monotonic()))
         if not self._pump.mover.close(max(0.0, deadline - monotonic())):

@@ -176,7 +176,7 @@ def parents_are_lost_at_reopen(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_ON_DISK.bug
 def flush_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saving_module._Wait, "until", lambda *_: None)
+    patch.setattr(saving_module.Flush, "_until", lambda *_: None)
 
 
 @BUGS_IN_MEMORY.bug

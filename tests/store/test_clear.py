@@ -30,7 +30,7 @@ from tests.support.pages import (
 from tests.support.stalls import DOWN, IN, OUT, UP
 from tests.support.waiting import wait_for
 from tierstore.errors import StoreClosed
-from tierstore.store import TierStore, save_unsaved
+from tierstore.store import Flush, TierStore
 from tierstore.types import FlushResult, Hint, LeaseState, PageKey, Tier
 
 
@@ -366,7 +366,7 @@ def test_pages_whose_writer_is_not_done_are_given_up_and_their_slots_told_of_the
     engines.store.clear()
     assert engines.store.poll() == []
     assert engines.store.withdraw([0, 1]) == [0, 1], "the engine still writes them"
-    assert save_unsaved(engines.store._pump).open == 0, "a flush waits for nobody"
+    assert Flush.of_unsaved(engines.store._pump).ticket.open == 0, "a flush waits for nobody"
     if fails:
         event.fail()
     else:

@@ -15,7 +15,7 @@ from tests.support.stalls import IN, OUT, UP
 from tests.support.waiting import wait_for
 from tierstore.directory.writeback import Ticket
 from tierstore.errors import ConfigError
-from tierstore.store import save_unsaved
+from tierstore.store import Flush
 from tierstore.types import LeaseState, Tier
 
 
@@ -285,7 +285,7 @@ def test_flush_counts_pages_that_did_not_leave_the_engine_and_returns(bench: Ben
     for slot, key in enumerate(keys):
         engine.fill(slot, key)
     bench.store.put(keys, [0, 1, 2])
-    ticket = save_unsaved(bench.store._pump)
+    ticket = Flush.of_unsaved(bench.store._pump).ticket
     bench.copies.holding.clear()
     bench.copies.let_go(OUT)
     wait_settled(ticket, bench)
@@ -298,12 +298,12 @@ def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine
     keys = chain(2)
     bench.copies.hold(OUT)
     bench.store.put(keys, [0, 1])
-    ticket = save_unsaved(bench.store._pump)
+    ticket = Flush.of_unsaved(bench.store._pump).ticket
     assert ticket.open == 2
     assert bench.store.evict(keys) == 2
     assert ticket.open == 0
     bench.store.put(keys[:1], [2])  # the same page again, while the first copy of it still runs
-    ticket = save_unsaved(bench.store._pump)
+    ticket = Flush.of_unsaved(bench.store._pump).ticket
     bench.copies.open()
     wait_settled(ticket, bench)
     assert ticket.open == 0
@@ -316,7 +316,7 @@ def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: E
     keys = chain(2)
     bench.copies.hold(OUT)
     bench.store.put(keys, [0, 1], memory_only=True)
-    ticket = save_unsaved(bench.store._pump)
+    ticket = Flush.of_unsaved(bench.store._pump).ticket
     assert ticket.open == 0
     bench.copies.open()
     bench.store.flush()
@@ -415,7 +415,7 @@ def test_a_flush_does_not_wait_for_what_was_taken_back(tmp_path: Path, engine: E
     bench = open_engine_bench(engine, host=2, nvme=tmp_path)
     bench.copies.hold(OUT)
     bench.store.put(chain(6), list(range(6)))
-    ticket = save_unsaved(bench.store._pump)
+    ticket = Flush.of_unsaved(bench.store._pump).ticket
     assert ticket.open == 6
     assert bench.store.withdraw(list(range(6))) == [0, 1]
     bench.copies.open()
