@@ -23,7 +23,7 @@ import lmdb
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Hello, Report
 from tierstore.adapters.vllm.requests import Step
-from tierstore.adapters.vllm.scheduler import SchedulerHalf
+from tierstore.adapters.vllm.scheduler import SchedulerHalf, Terms
 from tierstore.bench.measurement import Row, best_of
 from tierstore.config import load_config
 from tierstore.directory.residency import Residency, TierTable
@@ -336,9 +336,8 @@ class _Engine:
 
     def __init__(self, blocks: int) -> None:
         config = load_config({"host": {"capacity": 4 * blocks * _SPEC.page_nbytes, "pin": "never"}})
-        self.half = SchedulerHalf(
-            config, Groups((Group(0, _BLOCK),)), [bytes(range(32))], load_timeout_s=600.0
-        )
+        terms = Terms(config, Groups((Group(0, _BLOCK),)), load_timeout_s=600.0)
+        self.half = SchedulerHalf(terms, [bytes(range(32))])
         self.half.meet([Hello(0, _SPEC, 4 * blocks, 4 * blocks, None)])
         self._blocks = blocks
         self._names = 0

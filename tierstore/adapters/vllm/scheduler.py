@@ -159,22 +159,18 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        config: StoreConfig,
-        groups: Groups,
+        terms: Terms,
         namespaces: Sequence[bytes],
         *,
         with_adapter: Callable[[Adapter], Sequence[bytes]] | None = None,
-        load_timeout_s: float,
-        put_off_s: float = 0.0,
-        load: Load = "always",
         events: bool = False,
     ) -> None:
-        """``config``: of one rank. ``namespaces``: of the keys of each group; ``with_adapter``: those of requests with
-        a LoRA adapter, None: such requests are not served. ``events``: whether somebody takes them.
+        """``namespaces``: of the keys of each group; ``with_adapter``: those of requests with a LoRA adapter, None: no
+        such request is served. ``events``: whether somebody takes them.
         """
         self._events = Events() if events else None
-        self.groups = groups
-        self._terms = Terms(config, groups, load_timeout_s, put_off_s, load)
+        self.groups = terms.groups
+        self._terms = terms
         self._namespaces = tuple(namespaces)
         self._with_adapter = with_adapter
         self._adapters = Adapters()
@@ -189,14 +185,11 @@ class SchedulerHalf:
     def of(cls, deployment: Deployment) -> SchedulerHalf:
         """Return the scheduler's half of a deployment, inert until it has met the workers."""
         settings, groups = deployment.settings, deployment.groups
+        config = settings.of_rank(deployment.world_size, deployment.replica, "cpu")
         return cls(
-            settings.of_rank(deployment.world_size, deployment.replica, "cpu"),
-            groups,
+            Terms(config, groups, settings.load_timeout_s, settings.put_off_s, settings.load),
             groups.namespaces(deployment.identity),
             with_adapter=deployment.with_adapter,
-            load_timeout_s=settings.load_timeout_s,
-            put_off_s=settings.put_off_s,
-            load=settings.load,
             events=deployment.events,
         )
 
