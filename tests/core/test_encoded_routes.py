@@ -195,18 +195,23 @@ def require_two_in_turn(module: ModuleType) -> None:
         np.testing.assert_array_equal(machine.host[:12], ~machine.slots[:12])
 
 
-BUGS = [
-    Bug("a load fills a slab that is still decoded", "                stream.wait_event(slab.free)\n", ""),
-    Bug("a load is decoded before it is there", "                kernels.wait_event(ring.ready)\n", ""),
-    Bug("decoding tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
+RING_BUGS = [
+    Bug("a load fills a slab that is still emptied", "                stream.wait_event(slab.free)\n", ""),
+    Bug("a load is taken out before it is there", "                kernels.wait_event(ring.ready)\n", ""),
+    Bug("emptying tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
     Bug(
         "a save fills a slab that still crosses the link",
         "                kernels.wait_event(slab.free)\n",
         "",
     ),
-    Bug("a save leaves before it is encoded", "                stream.wait_event(ring.ready)\n", ""),
+    Bug("a save leaves before it is there", "                stream.wait_event(ring.ready)\n", ""),
     Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
     Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
+]
+"""In the ring of slabs that every route has: the machine of each route must notice them."""
+
+BUGS = [
+    *RING_BUGS,
     Bug("rows are always the first slab's", "self._carriers[slab.number].save", "self._carriers[0].save"),
     Bug(
         "pages after the first slab's are its own",

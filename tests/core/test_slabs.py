@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.core.test_encoded_routes import Event, Stream
+from tests.core.test_encoded_routes import RING_BUGS, Event, Stream
 from tests.support import planting
 from tests.support.planting import Bug
 from tierstore.gpu import addresses, copy_routes
@@ -193,17 +193,7 @@ def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_ther
 
 
 BUGS = [
-    Bug("a load fills a slab that is still spread", "                stream.wait_event(slab.free)\n", ""),
-    Bug("a load is spread before it is there", "                kernels.wait_event(ring.ready)\n", ""),
-    Bug("spreading tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
-    Bug(
-        "a save fills a slab that still crosses the link",
-        "                kernels.wait_event(slab.free)\n",
-        "",
-    ),
-    Bug("a save leaves before it is gathered", "                stream.wait_event(ring.ready)\n", ""),
-    Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
-    Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
+    *RING_BUGS,
     Bug("parts are taken from where pages begin", "[(0, part.offset, part.nbytes)]", "[(0, 0, part.nbytes)]"),
     Bug(
         "parts are spread as if pages began with them",
