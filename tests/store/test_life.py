@@ -124,6 +124,7 @@ def test_close_leaves_a_stuck_copy_behind_and_frees_the_directory(
 def test_close_does_not_wait_for_ever_for_an_event_of_the_caller(tmp_path: Path) -> None:
     store = TierStore.open(tiers(4, 4, tmp_path), SPEC)
     write(store, chain(2))
+    store.flush()
     store.put(chain(1, "never"), store.allocate(1), after=ManualEvent())
     store.close(timeout_s=0.3)
     with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
