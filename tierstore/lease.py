@@ -1,7 +1,7 @@
-"""Leases of a running store: the handle that a caller holds, and how it is filled, waited for and released.
+"""Leases of a running store: the handle that a caller holds, and how it is filled, awaited and released.
 
-The record behind a handle is the directory's (``directory.leases``). Every call does a bounded piece per hold of
-the store's lock.
+The record behind a handle belongs to the directory (``directory.leases``). Every call does a bounded amount of work per
+hold of the store's lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A hold on the longest prefix that could be had: its pages stay in their HBM slots until ``release``.
+    """A hold on the longest available prefix: its pages stay in their HBM slots until ``release``.
 
-    May be used from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final once ``wait`` returned
-    READY or FAILED; before that a page that fails to arrive may still shorten them.
+    Not thread-safe: use a lease from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final once
+    ``wait`` returned READY or FAILED; before that, a page that fails to arrive may still shorten the lease.
 
-    One that is dropped without ``release`` is a mistake: a ResourceWarning tells of it, and the next ``acquire``,
-    ``allocate`` or ``drain`` of the store takes it back, once all that was launched on the device by then has ended.
+    Dropping a lease without ``release`` is a mistake: it causes a ResourceWarning, and the next ``acquire``,
+    ``allocate`` or ``drain`` of the store releases it once everything launched on the device by then has ended.
     """
 
     def __init__(self, host: LeaseHost, record: LeaseRecord) -> None:
@@ -43,72 +43,93 @@ class Lease:
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
-        """The keys asked for."""
+        """The requested keys."""
         return self._record.keys
 
     @property
     def num_pages(self) -> int:
-        """How many pages from the first on this lease covers."""
+        """Number of leading pages that this lease covers."""
         return len(self.slots)
 
     @property
     def slots(self) -> list[int]:
-        """HBM slot of each covered page; readable once ``wait`` returned READY."""
+        """HBM slot of each covered page, readable once ``wait`` returned READY."""
         return list(self._record.slots if self._covered is None else self._covered)
 
     @property
     def tiers(self) -> list[Tier]:
-        """Where each covered page was found."""
+        """The tier in which each covered page was found."""
         return self._record.sources[: self.num_pages]
 
     @property
     def exact(self) -> bool:
-        """Whether every page it covers, and was sealed under it, is certainly what was put: none went through a lossy
-        codec, or was computed over such."""
+        """Whether all pages that it covers, or that were sealed under it, are exactly what was put.
+
+        No such page went through a lossy codec, or was computed over one that did.
+        """
         first = self._record.inexact_from
         return first is None or first >= self.num_pages
 
     @property
     def missing(self) -> list[PageKey]:
-        """The keys that are not covered: recompute them."""
+        """The keys that are not covered and must be computed."""
         return list(self._record.keys[self.num_pages :])
 
     @property
     def missing_because(self) -> str | None:
-        """Why the first missing page is missing; None if none is.
+        """Why the first missing page is missing; None if no page is.
 
-        "not_found"; "no_room": HBM was full of pages that are held or not saved yet, ask again or compute; "deadline";
-        "failed": it could not be read; "replaced": it was put while its layers were read from other slots; "evicted",
-        "capacity", or what else became of it.
+        "not_found"; "no_room": HBM was full of pages that are held or not saved yet, so ask again or compute;
+        "deadline"; "failed": it could not be read; "replaced": it was put while its layers were read from other slots;
+        "evicted", "capacity", or another reason for which it left.
         """
         return self._record.miss_reason if self.missing else None
 
     def wait(self, timeout_s: float | None = None, *, written: bool = True) -> LeaseState:
-        """Wait until the pages of the lease are in HBM, those too that were sealed under it by ``put``.
+        """Wait until the lease's pages are in HBM, including pages sealed under it by ``put``.
 
-        READY: every byte of the covered and sealed pages is there, for the host and for every stream. FAILED: no
-        covered page is left, or a sealed one was never written because its writer's device failed. PENDING: the time
-        ran out, nothing changed. A page that was put with an event is there once that event has happened.
+        A page that was put with an event counts once that event has happened.
 
-        Blocks at most ``timeout_s`` seconds (None: until final); 0 asks and does not wait. ``written=False``: do not
-        wait for writers. READY then means that all copies have arrived; give the event of ``ready(layer)`` to your
-        stream before it reads. LeaseError after release; TypeError unless ``written`` is True or False.
+        Args:
+            timeout_s: Longest time to block, in seconds. None: until the result is final. 0: do not block.
+            written: Wait for writers, too. With False, READY means that all copies have arrived; make your stream wait
+                for the event of ``ready(layer)`` before it reads.
+
+        Returns:
+            READY: every byte of the covered and sealed pages is there, for the host and for every stream. FAILED: no
+                covered page is left, or a sealed one was never written because its writer's device failed. PENDING: it
+                timed out, and nothing changed.
+
+        Raises:
+            LeaseError: The lease was released.
+            TypeError: ``written`` is not True or False.
         """
         self._require_open("wait")
         require_flag("written", written)
         return self._host.wait_until_settled(self._record, _deadline(timeout_s), written=written)
 
     def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
-        """Blocks until this layer's copies of all covered pages are queued; None: its bytes are there now.
+        """Block until this layer's copies of all covered pages are queued.
 
-        An event: wait for it before reading, on the host or with ``stream.wait_event``; it ends these copies, and the
-        writing of pages put with an event, both those the lease covers and those sealed under it, whoever put them.
-        A single event is returned as it was given; one that a CUDA stream cannot wait for comes in an event that it
-        can. Later layers may still be on their way: pages from HOST come by
-        groups of layers, all pages of the lease a group. Where a copy fails later, or a ``put`` takes its
-        place, ``wait`` still cuts the lease: what was computed from the pages it takes away is void. A page that the
-        CPU decodes, or that comes from NVMe without HOST, counts as queued once it is there whole.
-        TimeoutError when ``timeout_s`` ran out; ValueError for a layer that is not there; LeaseError after release.
+        Later layers may still be in flight: pages from HOST arrive in groups of layers, all pages of the lease
+        together. If a copy fails later, or a ``put`` replaces it, ``wait`` still cuts the lease, and what was computed
+        from the pages that were cut off is void. A page that the CPU decodes, or that comes from NVMe without HOST,
+        counts as queued once it is complete.
+
+        Args:
+            layer: Index of the layer.
+            timeout_s: Longest time to block, in seconds; None without a limit.
+
+        Returns:
+            None if the bytes are there. Otherwise an event to wait for before reading, on the host or with
+                ``stream.wait_event``. It ends these copies, and the writing of pages put with an event, covered or
+                sealed under the lease, whoever put them. A single event is returned as it was given; events that a CUDA
+                stream cannot wait for are wrapped in one that it can.
+
+        Raises:
+            TimeoutError: ``timeout_s`` ran out.
+            ValueError: There is no such layer.
+            LeaseError: The lease was released.
         """
         self._require_open(f"ready({layer})")
         number = whole("layer", layer)
@@ -117,9 +138,12 @@ class Lease:
         return self._host.wait_for_layer(self._record, number, _deadline(timeout_s))
 
     def release(self, after: Event | None = None) -> None:
-        """Ends the hold; the slots may be reused once ``after`` has happened. LeaseError on a second release.
+        """End the hold. The slots may be reused once ``after`` has happened.
 
-        Engine-owned HBM: slots whose pages had not arrived come back through ``poll``, once nothing writes them.
+        With engine-owned HBM, slots whose pages had not arrived are reported by ``poll``, once nothing writes them.
+
+        Raises:
+            LeaseError: The lease was released before.
         """
         self._require_open("release")
         require_event(after)
@@ -156,13 +180,13 @@ class Lease:
 
 
 def require_event(after: object) -> None:
-    """TypeError for what cannot be asked whether it has happened: slots that wait for it would be lost."""
+    """Raise TypeError unless ``after`` is an event or None. Slots that wait for anything else would be lost."""
     if after is not None and not isinstance(after, Event):
         raise TypeError(f"after must be an event with query() and synchronize(), or None, got {after!r:.60}")
 
 
 def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
-    """The record behind an open lease of this host; LeaseError if it was released, or is another store's."""
+    """Return the record behind an open lease of this host. LeaseError if it was released or is another store's."""
     lease._require_open("put under")
     if lease._host is not host:
         raise LeaseError("put under a lease of another store")
@@ -174,7 +198,7 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 class LeaseHost:
-    """The host of all leases of a store: it fills them, waits for their pages and ends them. Any thread."""
+    """The host of all leases of a store: fills them, waits for their pages and ends them. Thread-safe."""
 
     def __init__(self, pump: Pump, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -196,7 +220,7 @@ class LeaseHost:
         exact: bool,
         wait_for_room_s: float,
     ) -> Lease:
-        """A lease over the longest prefix that can be had; its first pages move before its last are reserved."""
+        """Return a lease over the longest available prefix. Its first pages move before its last are reserved."""
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         with self._pump.lock, self._pump.guard:
@@ -215,16 +239,17 @@ class LeaseHost:
         return Lease(self, record)
 
     def _extend(self, record: LeaseRecord) -> None:
-        """Cover all that can be had now, a batch at each hold of the lock."""
+        """Cover all pages that are available now, one batch per hold of the lock."""
         while not record.complete:
             with self._pump.lock, self._pump.guard:
                 self._directory.extend_lease(record, BATCH_PAGES, monotonic())
                 self._pump.submit()
 
     def _wait_for_room(self, record: LeaseRecord, until: float) -> None:
-        """Go on covering pages as room comes, until the monotonic ``until``, or until nothing on its way brings any.
+        """Keep covering pages as space becomes free.
 
-        Leases that wait take room in the order in which they came. What this one holds already stays pinned.
+        Ends at the monotonic time ``until``, or when nothing in flight can free any. Waiting leases get space in the
+        order in which they came. The pages that this lease holds already stay pinned.
         """
         record.wants_room = True
         self._line.append(record)
@@ -260,11 +285,11 @@ class LeaseHost:
         self._extend(record)
 
     def _room_is_coming(self) -> bool:
-        """With the lock held: whether HBM gets room without any lease being released or slot given back."""
+        """Return, with the lock held, whether HBM gets space without a release or a freed slot."""
         return self._events.waiting or self._directory.room_is_coming(monotonic())
 
     def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
-        """Drives the store until the lease is final or the time has come. ``written``: and its pages are written."""
+        """Advance the store until the lease is final, and its pages ``written``, or the deadline has come."""
         start = monotonic()
         state = LeaseState.PENDING
         for _ in self._pump.until(deadline):
@@ -275,7 +300,7 @@ class LeaseHost:
         return state
 
     def _state(self, record: LeaseRecord, *, written: bool) -> LeaseState:
-        """Takes the lock only while a page of some lease may be unwritten."""
+        """Return the lease's state. Takes the lock only while a page of some lease may be unwritten."""
         state = record.state
         if state is LeaseState.PENDING or self._events.all_written:
             return state
@@ -288,8 +313,14 @@ class LeaseHost:
             return state
 
     def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
-        """Drives the store until this layer of the lease's pages is on its way; what ends its copies and the writing
-        of the pages, None: it is there. TimeoutError at the deadline."""
+        """Advance the store until this layer of the lease's pages is in flight.
+
+        Returns:
+            The event that ends its copies and the writing of the pages; None if it is there.
+
+        Raises:
+            TimeoutError: The deadline has come.
+        """
         start = monotonic()
         for _ in self._pump.until(deadline):
             with self._pump.lock, self._pump.guard:
@@ -308,14 +339,14 @@ class LeaseHost:
         return NOT_YET if coming is None else self._pump.mover.arriving(coming, layer)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
-        """Ends the lease's pins, once ``after`` has happened."""
+        """End the lease's pins once ``after`` has happened."""
         self._pump.advance()
         self._end(record, self._device.last_use(after))
 
     def abandon(self, record: LeaseRecord) -> bool:
-        """Leaves a lease whose handle is gone to ``take_back``; False if the store has ended, or is another process's.
+        """Leave a lease whose handle is gone to ``take_back``. False if the store has ended or is another process's.
 
-        Takes no lock: a finaliser runs in any thread, also in the middle of a hold.
+        Takes no lock, because a finalizer runs on any thread, also in the middle of a hold.
         """
         if not self._pump.usable:
             return False
@@ -323,9 +354,9 @@ class LeaseHost:
         return True
 
     def take_back(self) -> None:
-        """Releases abandoned leases once all that was launched by now has ended: nobody says what reads their pages.
+        """Release leases that were garbage-collected without ``release()``, after all device work launched so far.
 
-        Where a card cannot tell that now, another time.
+        Tries again later if the device cannot record an event now (for example during CUDA graph capture).
         """
         while self._abandoned:
             try:

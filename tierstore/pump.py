@@ -1,7 +1,7 @@
-"""What drives a store: its lock, one step of progress, waits, and the thread that steps when nobody calls.
+"""What drives a store: its lock, one step of progress, waits, and the thread that steps between calls.
 
-A step takes in finished work and hands decisions to the mover. Threads of one store wait for each other by a wake-up
-that is not lost, and by a fair lock. The guard beside the lock knows whether a hold was interrupted.
+A step processes finished work and hands decisions to the mover. Threads of one store wait for each other by a wake-up
+that is not lost, and by a lock that records its longest hold.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 class Wakeup:
-    """A counter that changes when something happened. Read ``count``, look at the state, then wait from that count.
-
-    It has no lock, since a signal handler may call ``bump`` in the middle of one.
-    """
+    """A counter of events. Read ``count``, check the state, then wait for a change from that count."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -43,7 +40,7 @@ class Wakeup:
         """One locked lock a waiting thread; whoever takes it out unlocks it."""
 
     def bump(self) -> None:
-        """Wake all waiting threads: something happened. Any thread, also from a signal handler."""
+        """Count an event and wake all waiters. Thread-safe."""
         self.count = next(self._counts)
         # Whoever comes to wait from now on sees the new count.
         for _ in range(len(self._waiting)):
@@ -51,7 +48,7 @@ class Wakeup:
                 self._waiting.popleft().release()
 
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
-        """Return when the count has left ``seen``, the monotonic ``deadline`` has come, or ``at_most_s`` passed."""
+        """Return when the count differs from ``seen``, at the monotonic ``deadline``, or after ``at_most_s``."""
         timeout = at_most_s if deadline is None else min(at_most_s, deadline - monotonic())
         woken = Lock()
         woken.acquire()
@@ -165,7 +162,7 @@ _ACKS_PER_HOLD = 1
 
 
 class Pump:
-    """The store's lock and everything that happens under it between calls. Nothing waits while holding it."""
+    """The store's lock, and everything that happens under it between calls. Nothing waits while holding it."""
 
     def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
         self.parts = parts
@@ -189,12 +186,12 @@ class Pump:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread that advances the store when nobody calls."""
+        """Start the thread that advances the store between calls."""
         self._thread = Thread(target=self._run, name="tierstore-pump", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """No call and no thread advances the store from now on."""
+        """Stop advancing the store, by calls or by the thread."""
         self.closed = True
         self._wakeup.bump()
         self.hinted.bump()
@@ -205,7 +202,7 @@ class Pump:
         self.watches.close()
 
     def require_open(self) -> None:
-        """StoreClosed after ``stop``, and in a forked child: the threads, and who held the lock, are the parent's."""
+        """Raise StoreClosed after ``stop``, and in a forked child: threads and lock are the parent's."""
         if self.inherited:
             raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
         if self.closed:
@@ -214,7 +211,9 @@ class Pump:
 
     @property
     def usable(self) -> bool:
-        """Whether calls are served: neither closed, nor interrupted, nor another process's. Takes no lock."""
+        """Whether calls are served: the store is neither closed, nor interrupted, nor another process's. Takes no
+        lock.
+        """
         return not (self.closed or self.guard.broken or self.inherited)
 
     @property
@@ -223,9 +222,9 @@ class Pump:
         return os.getpid() != self._pid
 
     def advance(self) -> None:
-        """Takes in everything that has finished by now, a few transfers at each hold of the lock.
+        """Process everything that has finished by now, a few transfers per hold of the lock.
 
-        Not what finishes meanwhile: a failing disk ends writes as fast as they are decided.
+        Work that finishes meanwhile is left: a failing disk ends writes as fast as they are decided.
         """
         self.require_open()
         with self.lock, self.guard:
@@ -235,7 +234,7 @@ class Pump:
                 left = min(left - _ACKS_PER_HOLD, self.step())
 
     def step(self) -> int:
-        """With the lock held: applies some finished transfers, decides, submits; how many more have finished."""
+        """Apply some finished transfers, decide and submit, with the lock held. Returns how many more have finished."""
         self._acks.extend(self.mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
         self.events.poll()
@@ -246,14 +245,16 @@ class Pump:
         return len(self._acks)
 
     def submit(self) -> None:
-        """With the lock held: hands the directory's commands to the mover, in order."""
+        """Hand the directory's commands to the mover, in order, with the lock held."""
         for command in self.directory.take_commands():
             self.mover.submit(command)
 
     def until(self, deadline: float | None, woken_by: Wakeup | None = None) -> Iterator[None]:
-        """Advances the store before each turn of the caller's loop; ends at the monotonic ``deadline``.
+        """Advance the store before each iteration of the caller's loop. Ends at the monotonic ``deadline``.
 
-        ``woken_by``: what alone ends a pause of who waits for nothing else, while the store's own thread advances it.
+        Args:
+            woken_by: The only thing that ends a pause of a caller that waits for nothing else, while the store's own
+                thread advances it.
         """
         sleeps = woken_by is not None and self._thread is not None
         wakeup = woken_by if sleeps and woken_by is not None else self._wakeup
@@ -266,16 +267,16 @@ class Pump:
             wakeup.wait(seen, deadline, _IDLE_S if sleeps else self._pause())
 
     def notify(self) -> None:
-        """Somebody may be waiting for what a call has just changed."""
+        """Wake threads that may wait for what a call has just changed."""
         self._wakeup.bump()
 
     @property
     def settled(self) -> bool:
-        """With the lock held: nothing is in flight, queued, or waiting for an event."""
+        """Return, with the lock held, whether nothing is in flight, queued, or waiting for an event."""
         return not (self.directory.busy() or self.events.waiting or self._acks)
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until the store is settled; False if the monotonic ``deadline`` came first."""
+        """Wait until the store is settled. False if the monotonic ``deadline`` came first."""
         for _ in self.until(deadline):
             with self.lock, self.guard:
                 if self.settled:

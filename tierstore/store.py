@@ -1,7 +1,7 @@
 """``TierStore``: one directory and one mover in one process, behind one lock, and the bodies of its calls.
 
-Pages of the store's own HBM and of an engine's; hints and moves that callers ask for; ``flush``, ``drain`` and
-``close``. What a call decides is decided in ``directory``. Each call does a bounded piece at each hold of the lock.
+They cover pages of the store's own HBM and of an engine's, hints and moves that callers ask for, ``flush``, ``drain``
+and ``close``. The decisions are made in ``directory``. Each call does a bounded amount of work per hold of the lock.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class OwnSlots:
-    """Slots of the store's own pool."""
+    """Slots of the store's own HBM pool."""
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
@@ -70,7 +70,7 @@ class OwnSlots:
         self._page_nbytes = pump.parts.layout.page_nbytes
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
-        """``TierStore.allocate``."""
+        """See ``TierStore.allocate``."""
         self._require_fits(n)
         deadline = monotonic() + timeout_s
         for _ in self._pump.until(deadline):
@@ -92,11 +92,11 @@ class OwnSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """``TierStore.put``, a chunk at each hold of the lock; under an exact lease it may end early."""
+        """See ``TierStore.put``. Works in chunks, one per hold of the lock; under an exact lease it may end early."""
         slots = slot_numbers(slots)
         require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
-            raise ConfigError("put(parents=...): HBM belongs to the store; allowed with hbm.owner: engine")
+            raise ConfigError("put(parents=...) needs hbm.owner: engine, but the store owns HBM here")
         with self._pump.lock, self._pump.guard:
             self._directory.owned.require(slots)
         kept: list[int] = []
@@ -114,23 +114,23 @@ class OwnSlots:
         return kept
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
-        """``TierStore.free``."""
+        """See ``TierStore.free``."""
         numbers = tuple(slot_numbers(slots))
         with self._pump.lock, self._pump.guard:
             self._pump.events.free(numbers, after)
         self._pump.notify()
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
-        """ConfigError: the slots are the store's own."""
-        raise ConfigError("withdraw: HBM belongs to the store; allowed with hbm.owner: engine")
+        """Raise ConfigError, because the slots are the store's own."""
+        raise ConfigError("withdraw needs hbm.owner: engine, but the store owns HBM here")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
-        """The store chooses the slots of a lease: ConfigError if the caller names some."""
+        """Raise ConfigError if the caller names slots: the store chooses the slots of a lease."""
         if into is not None:
-            raise ConfigError("acquire(into=...): HBM belongs to the store; allowed with hbm.owner: engine")
+            raise ConfigError("acquire(into=...) needs hbm.owner: engine, but the store owns HBM here")
 
     def _try_allocate(self, n: int) -> list[int]:
-        """``n`` slots, or none; again at once where room was made, a batch at a time."""
+        """Return ``n`` slots or none. Tries again at once if space was made, in batches."""
         for _ in range(2 + n // BATCH_PAGES):
             slots, made_room = self._take(n)
             if slots or not made_room:
@@ -138,9 +138,10 @@ class OwnSlots:
         return []
 
     def _take(self, n: int) -> tuple[list[int], bool]:
-        """``n`` slots a chunk at a time, or none: what was taken goes back when the rest is not to be had.
+        """Take ``n`` slots in chunks. If the rest is unavailable, all are given back.
 
-        With none: whether there is more room now.
+        Returns:
+            The slots, or an empty list; and if it is empty, whether more space was made meanwhile.
         """
         slots: list[int] = []
         made_room = False
@@ -169,14 +170,14 @@ class OwnSlots:
 
 
 class EngineSlots:
-    """Slots of an engine's tensors: the store copies pages out of them and into them, and owns none."""
+    """Slots of an engine's tensors. The store copies pages out of them and into them, and owns none."""
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
         self._directory = pump.directory
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
-        """ConfigError: an engine takes its slots from itself."""
+        """Raise ConfigError, because an engine allocates its slots itself."""
         raise _not_ours("allocate")
 
     def put(
@@ -190,7 +191,7 @@ class EngineSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """``TierStore.put``: the pages are copied out, the slots stay the engine's."""
+        """See ``TierStore.put``. The pages are copied out, and the slots stay the engine's."""
         with self._pump.lock, self._pump.guard:
             parent = last_key(lease) if parent is None else parent
             doubted = lease is not None and lease.inexact
@@ -199,7 +200,9 @@ class EngineSlots:
         require_keys_and_slots(keys, slots, before)
         self._require_registered()
         if len(before) != len(keys):
-            raise ValueError(f"{len(keys)} keys with {len(before)} parents; allowed: one a key")
+            raise ValueError(
+                f"parents must name one page per key, got {len(before)} parents for {len(keys)} keys"
+            )
         with self._pump.lock, self._pump.guard:
             self._pump.events.copy_out(
                 tuple(keys), tuple(slots), after, memory_only=memory_only, parents=before, doubted=doubted
@@ -209,7 +212,7 @@ class EngineSlots:
         return slots
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
-        """``TierStore.withdraw``."""
+        """See ``TierStore.withdraw``."""
         numbers = slot_numbers(slots)
         with self._pump.lock, self._pump.guard:
             reading = self._directory.outgoing.withdraw(numbers)
@@ -217,14 +220,14 @@ class EngineSlots:
         return reading
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
-        """ConfigError: an engine frees its slots itself."""
+        """Raise ConfigError, because an engine frees its slots itself."""
         raise _not_ours("free")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
-        """The engine chooses the slots of a lease: ValueError unless it names one a key."""
+        """Return the slots that the engine chose for a lease. ValueError unless it names one per key."""
         if into is None or len(into) != len(keys):
             raise ValueError(
-                f"acquire of {len(keys)} keys; allowed where an engine owns HBM: into= one slot a key"
+                f"into must name one slot per key when an engine owns HBM, got {into!r:.60} for {len(keys)} keys"
             )
         numbers = slot_numbers(into)
         self._require_registered()
@@ -232,18 +235,16 @@ class EngineSlots:
 
     def _require_registered(self) -> None:
         if not self._directory.outgoing.num_slots:
-            raise ConfigError(
-                "the engine's pages are not registered; allowed: register(EnginePages(...)) first"
-            )
+            raise ConfigError("the engine's pages are not registered; call register(EnginePages(...)) first")
 
 
 def _before(keys: Sequence[PageKey], parent: PageKey | None) -> tuple[PageKey | None, ...]:
-    """The page before each of a chain."""
+    """Return the page before each page of a chain."""
     return (parent, *keys[:-1]) if keys else ()
 
 
 def _not_ours(verb: str) -> ConfigError:
-    return ConfigError(f"{verb}: HBM belongs to the engine; allowed with hbm.owner: store")
+    return ConfigError(f"{verb} needs hbm.owner: store, but the engine owns HBM here")
 
 
 _LOOKED_UP = 1024
@@ -253,11 +254,11 @@ _LOOKED_UP = 1024
 def _require_hints(*hints: object) -> None:
     strange = next((hint for hint in hints if not isinstance(hint, Hint)), None)
     if strange is not None:
-        raise TypeError(f"{strange!r:.60} is no hint; allowed: a Hint")
+        raise TypeError(f"a hint must be a Hint, got {strange!r:.60}")
 
 
 def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
-    """Pieces short enough for one hold of the lock."""
+    """Split keys into pieces that are short enough for one hold of the lock."""
     return [keys[i : i + BATCH_PAGES] for i in range(0, len(keys), BATCH_PAGES)]
 
 
@@ -267,10 +268,10 @@ _FLUSH_STALL_S = 10.0
 
 
 class Flush:
-    """One flush: what it sends down to disk, and the wait until that and all erases before it are durable.
+    """A flush: what it sends to disk, and the wait until that and all erases before it are durable.
 
-    The wait gives up for good when nothing has moved for 10 s. What moves is a page of the flush, or the disk: a write
-    or an erase of any page, or a single write within a batch.
+    The wait gives up for good after 10 s without progress. Progress is a page of the flush, a write or an erase of any
+    page on disk, or a single write within a batch.
     """
 
     def __init__(self, pump: Pump, ticket: Ticket) -> None:
@@ -284,7 +285,7 @@ class Flush:
 
     @classmethod
     def of_unsaved(cls, pump: Pump) -> Flush:
-        """Send every page that is readable now and not on disk on its way there, whatever admission says."""
+        """Start to write every readable page that is not on disk, whatever admission says."""
         with pump.lock, pump.guard:
             pump.directory.admission.insist_on_all()
         try:
@@ -302,7 +303,7 @@ class Flush:
         return FlushResult(self.ticket.found + arrived, self.ticket.failed, pending, erases)
 
     def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until the condition holds, or not at all once it is over."""
+        """Wait until the condition holds. Returns at once after giving up."""
         for _ in self._pump.until(None):
             if holds() or self.over:
                 return
@@ -313,7 +314,11 @@ class Flush:
                 self.over = True
 
     def _until_durable(self) -> tuple[int, bool]:
-        """Wait until writes and erases are durable; return the number of erases that are not, whether writes are."""
+        """Wait until all writes and erases are durable.
+
+        Returns:
+            The number of erases that are not durable, and whether all writes are.
+        """
         with self._pump.lock, self._pump.guard:
             dying = self._pump.directory.dying()
 
@@ -352,13 +357,13 @@ def _send_down(pump: Pump) -> Ticket:
 
 
 class TierStore:
-    """KV pages in tiers. Every method may be called from any thread; none waits while it holds the lock.
+    """A KV cache in tiers. All methods are thread-safe, and none waits while holding the store's lock.
 
-    A miss is a value, never an exception. After ``close`` every call raises StoreClosed.
+    A cache miss is a value, never an exception. After ``close`` every call raises StoreClosed.
     """
 
     def __init__(self, config: StoreConfig, parts: Parts, wakeup: Wakeup, *, pump: bool) -> None:
-        """Takes over opened parts; use ``open``."""
+        """Take over opened parts. Use ``open``."""
         self.metrics = parts.metrics
         self._config = config
         self._parts = parts
@@ -377,14 +382,21 @@ class TierStore:
     def open(
         cls, config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = True
     ) -> TierStore:
-        """A store over the tiers of ``config`` for pages of ``spec`` (a sequence: KV groups that share each page).
+        """Open a store over the tiers of ``config``.
 
-        ``pump=False``: nothing happens between calls; the host calls ``poll`` each step. ``match``, ``keys``,
-        ``explain`` and ``stats`` only look; every other call takes in what has finished. ConfigError changes nothing,
-        nor does TypeError for a ``pump`` that is not True or False.
+        Args:
+            config: The configuration, from ``load_config``.
+            spec: The geometry of the pages; a sequence of KV groups that share each page.
+            pump: Whether a thread of the store makes progress between calls. With False nothing happens between calls,
+                and the host calls ``poll`` in each step. ``match``, ``keys``, ``explain`` and ``stats`` only look; all
+                other calls process finished work.
+
+        Raises:
+            ConfigError: The configuration does not fit the pages or this machine. Nothing was changed.
+            TypeError: ``pump`` is not True or False. Nothing was changed.
         """
         if not isinstance(config, StoreConfig):
-            raise ConfigError(f"config is a {type(config).__name__}; allowed: what load_config gives")
+            raise ConfigError(f"config must be what load_config returns, got a {type(config).__name__}")
         require_flag("pump", pump)
         wakeup = Wakeup()
         try:
@@ -400,13 +412,21 @@ class TierStore:
                 raise
         except RuntimeError as error:  # no thread, or no memory, is to be had
             raise ConfigError(
-                f"the store cannot be opened: {error}; allowed: what this machine has"
+                f"the store cannot be opened, because the machine lacks a thread or memory: {error}"
             ) from error
 
     # -- pages and keys -----------------------------------------------------------------------------------------
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"", extra: Sequence[Extra] = ()) -> list[PageKey]:
-        """Keys of the full pages of a sequence; equal in every process for equal input. Changes nothing."""
+        """Return the keys of the full pages of a sequence. Changes nothing.
+
+        Equal input gives equal keys in every process.
+
+        Args:
+            token_ids: The tokens of the sequence, from its start.
+            salt: Separates the keys of tenants.
+            extra: What K/V depend on besides the tokens, such as adapters and images.
+        """
         self._pump.require_open()
         layout = self._parts.layout
         return page_keys(
@@ -421,21 +441,25 @@ class TierStore:
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
+        """The HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
 
-        With KV groups ``pages[slot]`` is a tuple of tensors. ConfigError where an engine owns HBM.
+        With KV groups ``pages[slot]`` is a tuple of tensors. Raises ConfigError if an engine owns HBM.
         """
         self._pump.require_open()
         if self._parts.pool is None:
-            raise ConfigError("pages: HBM belongs to the engine; allowed with hbm.owner: store")
+            raise ConfigError("pages needs hbm.owner: store, but the engine owns HBM here")
         return self._parts.pool.pages
 
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
-        """``n`` HBM slots owned by the caller, contents undefined.
+        """Return ``n`` HBM slots, owned by the caller, with undefined contents.
 
-        Takes free slots, then pages that are readable below, then saves victims below and waits up to ``timeout_s``.
-        CapacityError, nothing taken, if ``n`` exceeds HBM or the time ran out. As in every call, TypeError for what is
-        no number, ValueError for a negative one or a NaN.
+        Takes free slots, then slots of pages that are readable in a lower tier, then saves victims to lower tiers and
+        waits up to ``timeout_s``.
+
+        Raises:
+            CapacityError: ``n`` exceeds HBM, or it timed out. Nothing was taken.
+            TypeError: An argument is not a number, in this and every other call.
+            ValueError: An argument is negative or NaN, in this and every other call.
         """
         self._pump.require_open()
         self._leases.take_back()
@@ -452,20 +476,34 @@ class TierStore:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """Seals filled pages: they belong to the store and are matchable on return; the slot of each key now.
+        """Seal filled pages: they belong to the store and can be matched on return.
 
-        ``keys[i]`` is the parent of ``keys[i + 1]``. Where a key was readable in HBM already, its slot is returned and
-        yours is freed after ``after``. ``after``: the event that ends the writing; on CUDA None means what was launched
-        so far on the caller's current stream. ``lease``: keeps the pages pinned until its release; an exact one holds
-        no others: the put ends before a key of which memory has a copy in use that is not exact, fewer slots come back,
-        and the rest stays yours. A copy in HBM that another caller is still writing: under a lease it stays, and the
-        lease's ``wait`` and ``ready`` tell when it is written; without one it gives way, and your slot is returned.
-        ValueError on unequal lengths or what is no key; LeaseError on a slot that is not yours; nothing changed then.
-        Engine-owned HBM: the pages are copied out, your slots are returned, and ``poll`` tells when they are free.
-        ``memory_only``: pages that no tier holds yet are never written to NVMe; where memory is needed they are
-        dropped. A page that is held already stays as it is. A put without it, of the page or of one after it, ends it.
-        ``parent``: the page before ``keys[0]``; None: the last one of the lease, if any, or the first of a sequence.
-        ``parents``: the page before each key, where they are no chain; ConfigError unless an engine owns HBM.
+        If a key is already readable in HBM, its slot is returned and yours is freed after ``after``. A copy in HBM that
+        another caller is still writing stays under a lease, whose ``wait`` and ``ready`` say when it is written;
+        without a lease it gives way, and your slot is returned. With engine-owned HBM the pages are copied out, your
+        slots are returned, and ``poll`` says when they are free.
+
+        Args:
+            keys: The keys; ``keys[i]`` is the parent of ``keys[i + 1]``.
+            slots: The slot of each page.
+            after: The event that ends the writing. None on CUDA means everything launched so far on the caller's
+                current stream.
+            lease: Keeps the pages pinned until its release. An exact lease holds only exact pages: the put ends before
+                a key of which memory has a copy in use that is not exact. Fewer slots are returned then, and the rest
+                stays yours.
+            memory_only: Pages that no tier holds yet are never written to NVMe; they are dropped if memory is needed. A
+                page that is held already stays as it is. The restriction ends when the page, or one after it, is put
+                without it.
+            parent: The page before ``keys[0]``. None: the last page of the lease, if any, or the start of a sequence.
+            parents: The page before each key, if they are not a chain. For engine-owned HBM only.
+
+        Returns:
+            The present slot of each key.
+
+        Raises:
+            ValueError: The lengths differ, or a key is not a page key. Nothing was changed.
+            LeaseError: A slot is not yours. Nothing was changed.
+            ConfigError: ``parents`` is given, but the store owns HBM. Nothing was changed.
         """
         self._pump.advance()
         require_flag("memory_only", memory_only)
@@ -477,17 +515,25 @@ class TierStore:
         )
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
-        """Engine-owned HBM: takes back slots that were put; those whose copies have not begun are free at once, their
-        pages are given up, and ``poll`` does not tell of them. Which of ``slots`` a copy still reads, or is to read
-        once its ``after`` has happened: they are free when ``poll`` says so. ConfigError where HBM is the store's.
+        """Take back engine slots that were put.
+
+        Slots whose copy has not begun are free at once; their pages are given up, and ``poll`` does not report them.
+
+        Returns:
+            Those of ``slots`` that a copy still reads, or will read once its ``after`` has happened. They are free when
+                ``poll`` reports them.
+
+        Raises:
+            ConfigError: The store owns HBM.
         """
         self._pump.advance()
         return self._slots.withdraw(slots)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
-        """Gives back owned slots; they are reused once ``after``, as in ``put``, has happened.
+        """Give back owned slots. They are reused once ``after``, as in ``put``, has happened.
 
-        LeaseError if one is not owned.
+        Raises:
+            LeaseError: A slot is not owned by the caller.
         """
         self._pump.advance()
         require_event(after)
@@ -504,9 +550,11 @@ class TierStore:
         return MappingProxyType(self._directory.hierarchy.tiers)
 
     def match(self, keys: Sequence[PageKey], *, exact: bool = False) -> Match:
-        """The longest readable prefix. Changes nothing, promises nothing, is no use for the policy.
+        """Return the longest readable prefix. Changes nothing, pins nothing, and does not count as a use.
 
-        ``exact``: it ends before the first page that may differ from what was put, as ``acquire`` would.
+        Args:
+            keys: The keys of a sequence.
+            exact: End before the first page that may differ from what was put, as ``acquire`` would.
         """
         self._pump.require_open()
         require_flag("exact", exact)
@@ -528,17 +576,28 @@ class TierStore:
         exact: bool = False,
         wait_for_room_s: float = 0.0,
     ) -> Lease:
-        """Pins the longest prefix that is readable and for which HBM has room now; starts to bring in what is below.
+        """Pin the longest prefix that is readable and for which HBM has space now, and start to load it.
 
-        Never blocks unless asked to, never raises for misses or lack of room. ``wait_for_room_s``: where HBM is full of
-        pages that are being saved, block up to so many seconds until they have left enough room. Returns earlier with
-        what it has once nothing under way can make room (all else is held by leases or owned by callers), and never
-        later than ``deadline_s``. Calls that wait are served in the order in which they came. Without effect where an
-        engine owns HBM. ``deadline_s``: pages that would come later are missing,
-        and a page that is not there by then ends the lease before it; below 0 it has passed. ``into``: the engine's
-        slots to load into, where an engine owns HBM. ``exact``: the lease ends before the first page of which only
-        copies are left that went through a lossy codec, or that was computed over such. ValueError on unequal lengths;
-        TypeError unless ``exact`` is True or False. ``wait_for_room_s`` must be finite and not negative.
+        Never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is given.
+
+        Args:
+            keys: The keys of a sequence.
+            deadline_s: Seconds until the pages are needed; below 0, the deadline has passed. Pages that would arrive
+                later are missing, and a page that has not arrived by then ends the lease before it.
+            into: The engine's slots to load into, if an engine owns HBM.
+            exact: End the lease before the first page of which only lossy copies are left, or that was computed over
+                such.
+            wait_for_room_s: If HBM is full of pages that are being saved, block up to this long until enough space is
+                free. Returns earlier once nothing in flight can free space (everything else is leased or owned by
+                callers), and never later than ``deadline_s``. Waiting calls are served in order. No effect with
+                engine-owned HBM.
+
+        Returns:
+            A lease over the prefix. ``wait`` for it before reading, and ``release`` it.
+
+        Raises:
+            ValueError: ``into`` does not name one slot per key, or ``wait_for_room_s`` is negative or infinite.
+            TypeError: ``exact`` is not True or False.
         """
         self._pump.advance()
         require_flag("exact", exact)
@@ -553,8 +612,13 @@ class TierStore:
     # -- asking for moves ---------------------------------------------------------------------------------------
 
     def hint(self, hint: Hint) -> HintResult:
-        """What a scheduler expects. wont_need and retain change the victim order at once; will_need waits for an
-        attached prefetcher. Never pins. TypeError for what is no Hint."""
+        """Tell the store what a scheduler expects. Never pins.
+
+        ``wont_need`` and ``retain`` change the eviction order at once; ``will_need`` waits for an attached prefetcher.
+
+        Raises:
+            TypeError: ``hint`` is not a Hint.
+        """
         self._pump.advance()
         _require_hints(hint)
         with self._lock, self._guard:
@@ -568,9 +632,9 @@ class TierStore:
         return result
 
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
-        """The waiting hints, for a prefetcher, of each request the newest; the first call attaches it.
+        """Return the waiting hints, the latest of each request. The first call attaches a prefetcher.
 
-        Waits up to ``timeout_s`` for one; a store that is opened with ``pump=False`` is advanced meanwhile.
+        Waits up to ``timeout_s`` for a hint. A store opened with ``pump=False`` makes progress meanwhile.
         """
         self._pump.require_open()
         deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
@@ -583,9 +647,9 @@ class TierStore:
         return found
 
     def reject_hints(self) -> None:
-        """The prefetcher that took hints takes none any more: a will_need in force ends, and a new one is rejected.
+        """Detach the prefetcher: ``will_need`` hints in force end, and new ones are rejected.
 
-        Copies under way go on by themselves. The next ``take_hints`` attaches one again.
+        Copies in flight continue. The next ``take_hints`` attaches a prefetcher again.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -593,9 +657,9 @@ class TierStore:
         self._pump.notify()
 
     def staying(self) -> list[PageKey]:
-        """Pages in HBM that no promotion may displace: those under a lease, and those that a retain hint keeps.
+        """Return pages in HBM that no promotion may displace: leased ones, and those that a retain hint keeps.
 
-        A snapshot, each page once, in no order; what is still on its way counts. Changes nothing.
+        It is a snapshot without duplicates, in no order, and includes pages in flight. Changes nothing.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -607,14 +671,22 @@ class TierStore:
         return found
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
-        """Starts to bring up to 32 pages to ``tier`` from the tier below it, ahead of need, for a will_need ``hint``.
+        """Start to bring up to 32 pages to ``tier`` from the tier below it, for a ``will_need`` hint.
 
-        What cannot start at once does not start: first to last, up to a page that is not readable right below or finds
-        no room. Room is a free slot or that of a page that is saved and that no hint keeps; ``over``: hints whose pages
-        make way, those of the last first. What was brought is kept before others, not pinned, until the hint ends.
-        Nothing starts while a lease waits for pages from the tier below, or once the hint is not in force: after the
-        call that withdrew or replaced it has returned, no copy starts for it. ValueError if pages cannot be promoted
-        to ``tier``, or for more than 32.
+        Starts the longest prefix of ``keys`` that can start now. It stops at the first page that is not readable in the
+        next lower tier, or for which there is no space: neither a free slot nor that of a saved page that no hint
+        keeps. Promoted pages are kept before others until the hint ends, but are not pinned. Nothing starts while a
+        lease waits for pages from the tier below, or once the hint is not in force: after the call that withdrew or
+        replaced it has returned, no copy starts for it.
+
+        Args:
+            hint: The hint, as ``take_hints`` returned it.
+            keys: The pages, in order.
+            tier: The tier to bring them to.
+            over: Hints whose pages may be displaced, those of the last one first.
+
+        Raises:
+            ValueError: Pages cannot be promoted to ``tier``, or there are more than 32.
         """
         self._pump.advance()
         _require_hints(hint, *over)
@@ -623,22 +695,27 @@ class TierStore:
         above = [t for t in tables if self._directory.promotions.sources(t)]
         require_member("promote to", tier, above)
         if len(keys) > BATCH_PAGES:
-            raise ValueError(f"promote of {len(keys)} pages; allowed: {BATCH_PAGES} at most")
+            raise ValueError(f"promote takes at most {BATCH_PAGES} pages, got {len(keys)} pages")
         with self._lock, self._guard:
             found = self._directory.promote(hint, keys, tier, over, monotonic())
             self._pump.submit()
         return found
 
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """Sends pages down to ``tier`` in the background and lets upper copies go once unpinned; pages accepted.
+        """Send pages down to ``tier`` in the background, and drop upper copies once unpinned.
 
-        Missing keys are skipped. A memory-only page is accepted and goes to HOST at most; without HOST it stays where
-        it is. ValueError if the tier is not below HBM or not configured.
+        Missing keys are skipped. A memory-only page goes to HOST at most; without HOST it stays where it is.
+
+        Returns:
+            The number of pages accepted.
+
+        Raises:
+            ValueError: The tier is not below HBM, or not configured.
         """
         self._pump.advance()
         require_key_list(keys)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
-        require_member("demote to", tier, below, *([] if below else ["no tier is below HBM"]))
+        require_member("demote to", tier, below, *([] if below else ["this store has no tier below HBM"]))
         accepted = 0
         for chunk in _chunks(keys):
             with self._lock, self._guard:
@@ -647,10 +724,16 @@ class TierStore:
         return accepted
 
     def evict(self, keys: Sequence[PageKey], tier: Tier | None = None) -> int:
-        """Drops copies without saving them, in one tier or in all; pages that had one.
+        """Drop copies without saving them, in one tier or in all.
 
-        They are unmatchable at once; leased ones go when released; records are gone from disk after ``flush``.
-        ValueError for what is no tier; one that is not configured holds nothing.
+        The pages cannot be matched from now on. Leased ones are dropped when released; records are gone from disk after
+        ``flush``. A tier that is not configured holds nothing.
+
+        Returns:
+            The number of pages that had a copy.
+
+        Raises:
+            ValueError: ``tier`` is not a tier.
         """
         self._pump.advance()
         require_key_list(keys)
@@ -692,27 +775,31 @@ class TierStore:
         return dropped
 
     def flush(self) -> FlushResult:
-        """Returns when every page put before the call that some tier has then, and every erase before it, is durable or
-        counted as failed. An engine's pages too that are still being copied out of its slots.
+        """Wait until every page put before the call, and every erase before it, is durable or counted as failed.
 
-        Gives up when nothing has moved for 10 s: no page of this call, and no write to the disk that began has ended.
-        Then ``stats()["nvme"]["state"]`` is not "ok" until the write that hangs ends. The result says how many pages
-        are durable, failed and pending, and how many evicted pages a restart could still bring back.
+        Includes an engine's pages that are still being copied out of its slots. Gives up after 10 s without progress,
+        that is, without a page of this call and without a completed write to the disk. Then
+        ``stats()["nvme"]["state"]`` is not "ok" until the write that hangs ends.
+
+        Returns:
+            How many pages are durable, failed and pending, and how many evicted pages a restart could still bring back.
         """
         self._pump.require_open()
         return Flush.of_unsaved(self._pump).result()
 
     def flush_evictions(self) -> int:
-        """Returns when every ``evict`` before the call is durable: no restart brings its pages back. Writes no page.
+        """Wait until every ``evict`` before the call is durable: no restart brings its pages back.
 
-        How many evicted pages a restart now could bring back: 0, unless the disk refuses or hangs. Gives up as
-        ``flush`` does.
+        Writes no page. Gives up like ``flush``.
+
+        Returns:
+            The number of evicted pages that a restart now could bring back; 0 unless the disk refuses or hangs.
         """
         self._pump.require_open()
         return Flush(self._pump, Ticket()).result().pending_erases
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is in flight, queued or waiting for an event; False if the time ran out."""
+        """Wait until nothing is in flight, queued or waiting for an event. False if it timed out."""
         self._pump.require_open()
         self._leases.take_back()
         return self._pump.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
@@ -722,12 +809,20 @@ class TierStore:
     async def export_pages(
         self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
     ) -> Exported:
-        """Writes the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
+        """Write the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
 
-        What NVMe has is taken as it is there, encoded or not. Changes nothing but what ``acquire`` does. Cancelled or
-        failed it leaves no file, and what was at ``path`` before. ``progress``: called with pages done and their total.
-        ArchiveError if no page could be had or another writes there; OSError, such as a full disk, as it comes.
-        Where an engine owns HBM, only pages on disk: ``flush`` first. Memory-only pages never go to a file.
+        Pages on NVMe are written in their stored form, encoded or not. Has no other effects than ``acquire``. If it is
+        cancelled or fails it leaves no file, and an existing file at ``path`` is unchanged. Memory-only pages are never
+        written to a file. If an engine owns HBM, only pages on disk are exported: call ``flush`` first.
+
+        Args:
+            keys: The pages.
+            path: The file to write.
+            progress: Called with the number of pages done and the total.
+
+        Raises:
+            ArchiveError: No page is available, or another process is writing this file.
+            OSError: The file cannot be written, for example because the disk is full.
         """
         self._pump.require_open()
         require_key_list(keys)
@@ -735,19 +830,26 @@ class TierStore:
         return await write_archive(Path(path), keys, source, progress)
 
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
-        """Puts the pages of an archive that are whole, whose pages before them are here, and that fit.
+        """Import the pages of an archive that are intact, whose parents are in the store, and that fit.
 
-        They go to the lowest tier; ``flush`` makes them durable. Pages that are here already stay as they are.
-        Cancelled it keeps what was put so far. ConfigError where an engine owns HBM. ArchiveError, and nothing changed,
-        for a file that is damaged outside its pages or holds pages that are not this store's.
+        They go to the lowest tier; ``flush`` makes them durable. Pages that the store has already stay as they are. If
+        it is cancelled, the pages imported so far stay.
+
+        Raises:
+            ConfigError: An engine owns HBM.
+            ArchiveError: The file is damaged outside its pages, or its pages do not suit this store. Nothing was
+                changed.
         """
         self._pump.require_open()
         sink = LiveSink(self._pump, loss_class(self._config), self._slots)
         return await read_archive(Path(path), sink, progress)
 
     def poll(self) -> list[int]:
-        """Advances everything by what has finished, and tells callbacks of ``watch``. Engine-owned HBM: slots no copy
-        uses any more."""
+        """Process finished work, and call the callbacks of ``watch``.
+
+        Returns:
+            Engine-owned slots that no copy uses any more.
+        """
         self._pump.advance()
         with self._lock, self._guard:
             self._pump.step()
@@ -780,25 +882,33 @@ class TierStore:
             return self._pump.watches.add(callback)
 
     def register(self, *pages: EnginePages) -> None:
-        """The engine's tensors, one EnginePages a KV group. ConfigError unless an engine owns HBM and they fit."""
+        """Register the engine's tensors, one EnginePages per KV group.
+
+        Raises:
+            ConfigError: The store owns HBM, or the tensors do not fit.
+        """
         self._pump.advance()
         register_pages(self._config, self._parts, pages, self._wake)
 
     def check(self) -> None:
-        """AssertionError naming the first invariant that does not hold. O(pages); any time, in production too."""
+        """Check every invariant of the store. O(pages), and usable in production.
+
+        Raises:
+            AssertionError: An invariant does not hold; the message names it.
+        """
         self._pump.advance()
         with self._lock, self._guard:
             invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
-        """For each key: where its copies are and in what state, its parent, and why it went if it went lately."""
+        """Return for each key where its copies are and in what state, its parent, and why it was evicted lately."""
         self._pump.require_open()
         require_key_list(keys)
         with self._lock, self._guard:
             return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
-        """A snapshot: effective configuration, sizes, occupancy, counters, rates."""
+        """Return a snapshot of the effective configuration, sizes, occupancy, counters and rates."""
         self._pump.require_open()
         with self._lock, self._guard:
             return metrics.stats(self._config, self._parts)
@@ -817,10 +927,10 @@ class TierStore:
             return dict(self._directory.transfers.rates)
 
     def close(self, timeout_s: float = 30) -> None:
-        """Saves what only HBM and HOST hold, waits for copies, fails the rest, releases the directory. Idempotent.
+        """Save what only HBM and HOST hold, wait for copies, fail the rest, and release the directory.
 
-        Nothing is promoted from its start on: an attached prefetcher ends by itself, and may be closed before or after.
-        Does nothing in a forked child: the store is its parent's.
+        Calling it again has no effect. Nothing is promoted from its start on: an attached prefetcher ends by itself,
+        and may be closed before or after. Does nothing in a forked child, because the store is its parent's.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         if self._pump.inherited:

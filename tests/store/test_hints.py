@@ -27,9 +27,9 @@ def test_will_need_without_a_prefetcher_is_rejected(store: TierStore) -> None:
 
 
 def test_what_is_no_hint_is_refused_and_a_key_alone_is_no_list_of_keys(store: TierStore) -> None:
-    with pytest.raises(TypeError, match="allowed: a Hint"):
+    with pytest.raises(TypeError, match="a hint must be a Hint"):
         store.hint("r")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="allowed: a Hint"):
+    with pytest.raises(TypeError, match="a hint must be a Hint"):
         store.promote(Hint("r", 1, ()), [], Tier.HBM, over=("r",))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Hint\.keys"):
         Hint("r", 1, chain(1)[0])  # type: ignore[arg-type]

@@ -1,12 +1,11 @@
 """Which pages may be written below memory. Metadata only; time comes with ``tick``.
 
 A page stays in memory because a caller wants it to (``memory_only``), or because the admission policy has refused it so
-far. By a caller's wish a page is memory-only from its first copy to its last, unless a request that may use the disk
-names it or a page after it: such a request has the same tokens. So no page that may be stored ever follows one that may
-not.
+far. A caller's wish holds from the page's first copy to its last, unless a request that may use the disk names the page
+or one after it: such a request has the same tokens. So no page that may be stored ever follows one that may not.
 
-Only pages that go down by themselves are asked about; what ``demote``, ``flush`` and ``close`` send down is written
-whatever admission thinks, and counts against the day's budget.
+The policy is asked only about pages that are written automatically. ``demote``, ``flush`` and ``close`` write pages
+regardless of admission, and these writes count against the daily budget.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOnly:
-    """The pages of a store that stay in memory. Changed by residency and admission alone."""
+    """The pages of a store that stay in memory. Changed only by residency and admission."""
 
     def __init__(self, hierarchy: Hierarchy, lineage: Lineage) -> None:
         self.lowest = hierarchy.lowest
@@ -41,48 +40,48 @@ class MemoryOnly:
         return key in self.keys
 
     def lowest_for(self, key: PageKey) -> Tier:
-        """The slowest tier that may ever hold the page: every question whether it may be copied down is this one."""
+        """Return the slowest tier that may ever hold the page. Decides whether a page may be copied down."""
         return self.floor if key in self.keys else self.lowest
 
     def restrict(self, key: PageKey) -> None:
-        """A page that no tier holds gets its first copy and is to stay in memory.
+        """Keep a page in memory that no tier holds and that gets its first copy.
 
-        No effect if a page follows it that may be stored, or may once admission wants it: that one would be out of
-        reach after a restart.
+        No effect if a page follows it that may be stored, now or once admission wants it: after a restart that one
+        would be unreachable.
         """
         if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):
             self.keys.add(key)
 
     def refuse(self, key: PageKey) -> None:
-        """Admission refuses a page that gets its first copy. No effect if a page that may be stored follows it."""
+        """Record that admission refuses a page that gets its first copy. No effect if a storable page follows it."""
         if all(child in self.keys for child in self._lineage.children(key)):
             self.keys.add(key)
             self.refused.add(key)
 
     def forget(self, key: PageKey) -> None:
-        """The page's last copy is gone."""
+        """Record that the page's last copy is gone."""
         self.keys.discard(key)
         self.refused.discard(key)
         self._lifting.pop(key, None)
 
     def permit(self, key: PageKey, *, at_once: bool = False) -> None:
-        """The page and all before it may be stored: ``lift`` carries it out. ``at_once``: before all others."""
+        """Allow the page and all before it to be stored. ``lift`` carries it out; ``at_once``: before all others."""
         if key in self.keys:
             self._lifting[key] = None
             if at_once:
                 self._lifting.move_to_end(key, last=False)
 
     def permit_named(self, key: PageKey) -> None:
-        """A request that may use the disk names the page: ends a caller's wish, not a refusal."""
+        """End a caller's wish, but not a refusal, because a request that may use the disk names the page."""
         if key not in self.refused:
             self.permit(key)
 
     def permit_refused(self) -> None:
-        """All pages that only admission keeps in memory, and those before them, may be stored."""
+        """Allow all pages to be stored that only admission keeps in memory, and those before them."""
         self._lifting.update(dict.fromkeys(self.refused))
 
     def lift(self, limit: int) -> list[PageKey]:
-        """Up to ``limit`` permitted pages, and pages before them, that are memory-only no more."""
+        """Lift the restriction of up to ``limit`` permitted pages and pages before them, and return them."""
         lifted: list[PageKey] = []
         for _ in range(limit):
             if not self._lifting:
@@ -102,16 +101,16 @@ class MemoryOnly:
         return bool(self._lifting)
 
     def will_lift(self, key: PageKey) -> bool:
-        """Whether the page is one of the next to be lifted."""
+        """Return whether the page is among the next to be lifted."""
         return key in self._lifting
 
 
 class AdmissionControl:
-    """Tells ``history`` of puts and hits, asks ``admission`` and holds its answers. ``history`` is None where no policy
-    needs one. Pages are admitted to the fastest tier that keeps records; without one there is nothing to admit to.
+    """Reports puts and hits to ``history``, asks ``admission``, and remembers its answers.
 
-    A page refused now is asked about again when it is hit. A page is written with all pages before it, so a budget
-    must have room for them too.
+    ``history`` is None if no policy needs one. Pages are admitted to the fastest tier that keeps records; without one
+    there is nothing to admit to. A page that is refused is asked about again when it is hit. A page is written with all
+    pages before it, so the budget must have space for them, too.
     """
 
     def __init__(
@@ -138,15 +137,18 @@ class AdmissionControl:
         self._now = 0.0
 
     def tick(self, now: float) -> None:
-        """Time, in seconds."""
+        """Set the time, in seconds."""
         self._now = now
 
     # -- what happens to pages ----------------------------------------------------------------------------------
 
     def put(self, key: PageKey, parent: PageKey | None, following: int = 0, *, asked: bool = False) -> None:
-        """A page that no tier holds, and that may be stored, is about to get its first copy, after ``parent``.
+        """Decide about a page that no tier holds, that may be stored, and that is about to get its first copy.
 
-        ``following``: pages that come after it at once. ``asked``: somebody asked for it to be written already.
+        Args:
+            parent: The page before it.
+            following: Number of pages that come after it in the same call.
+            asked: A caller has requested already that it is written.
         """
         history, record, again = self._history, None, False
         if history is not None:
@@ -158,7 +160,7 @@ class AdmissionControl:
             self._memory_only.refuse(key)
 
     def hit(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """Held pages were asked for, or put again; ``source`` is the fastest tier that had them."""
+        """Decide about held pages that were requested or put again; ``source`` is the fastest tier that had them."""
         if self._history is None and (self._below is None or not self._memory_only.refused):
             return
         for key in keys:
@@ -176,29 +178,31 @@ class AdmissionControl:
             self._memory_only.permit(key)
 
     def insist(self, keys: Sequence[PageKey]) -> None:
-        """Somebody asked for these pages to be written, and so for those before them."""
+        """Admit these pages and those before them, because a caller asked for them to be written."""
         for key in keys:
             if key in self._memory_only.refused:
                 self._memory_only.permit(key, at_once=True)
 
     def insist_on_all(self) -> None:
-        """Somebody asks for everything to be written: until ``insisted`` nothing more is refused."""
+        """Refuse nothing until ``insisted``, because a caller asked for everything to be written."""
         self._insisting += 1
         self._memory_only.permit_refused()
 
     def insisted(self) -> None:
-        """What was asked for is known by now: pages may be refused again."""
+        """End ``insist_on_all``: the requested pages are known, and pages may be refused again."""
         self._insisting -= 1
 
     def written(self, key: PageKey, nbytes: int, now: float) -> None:
-        """A record of so many bytes was written."""
+        """Count a record of this many bytes that was written."""
         self._promised.pop(key, None)
         self.budget.spend(nbytes, now)
         self._admission.wrote()
 
     def stats(self) -> dict[str, int | None]:
-        """Pages that wait in memory for a reason to be written, and the budget: bytes written in the last 24 hours,
-        bytes left (None without a limit)."""
+        """Return the number of pages kept in memory by admission, and the state of the budget.
+
+        The budget is the bytes written in the last 24 hours and the bytes left (None without a limit).
+        """
         return {
             "waiting_pages": len(self._memory_only.refused),
             "written_last_24h": self.budget.spent(self._now),
@@ -209,7 +213,7 @@ class AdmissionControl:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _gone(self) -> float:
-        """How much of the day's budget is used up or promised, 0 to 1."""
+        """Return the fraction of the daily budget that is used or promised, 0 to 1."""
         daily = self.budget.daily_nbytes
         return 0.0 if daily is None else min(1.0, self._committed() / daily)
 
@@ -217,7 +221,9 @@ class AdmissionControl:
         return self.budget.spent(self._now) + len(self._promised) * self._record_nbytes
 
     def _afford(self, key: PageKey, parent: PageKey | None) -> bool:
-        """Whether the budget has room for the page and those before it that are not to be written yet; takes it."""
+        """Reserve budget for the page and those before it that are not to be written yet. False if it does not
+        suffice.
+        """
         if self.budget.daily_nbytes is None:
             return True
         pages = [key]
@@ -231,7 +237,7 @@ class AdmissionControl:
         return True
 
     def _forget_broken_promises(self, asked: int) -> None:
-        """Pages that went before they were written. Looked for when as many were asked about: O(1) each."""
+        """Forget pages that were evicted before they were written. Amortized O(1) per page."""
         self._asked += asked
         if self._asked <= len(self._promised):
             return

@@ -28,7 +28,7 @@ _WITHOUT_DEADLINE_S = 600.0
 
 
 class HintTable:
-    """Applies what concerns the victim order at once; keeps the rest for an attached prefetcher."""
+    """Applies what concerns the eviction order at once, and keeps the rest for an attached prefetcher."""
 
     def __init__(self, residency: Residency) -> None:
         self.attached = False
@@ -49,7 +49,7 @@ class HintTable:
         self._changes: deque[tuple[_Change, list[PageKey]]] = deque()
 
     def apply(self, hint: Hint, now: float) -> HintResult:
-        """Takes in one hint; ``advance`` carries out what concerns more than a batch of pages. It never pins."""
+        """Process a hint. ``advance`` does what concerns more than a batch of pages. Never pins."""
         result = self._take_in(hint, now)
         self.advance(BATCH_PAGES)
         return result
@@ -60,7 +60,7 @@ class HintTable:
         return bool(self._changes)
 
     def advance(self, limit: int) -> None:
-        """Moves up to ``limit`` pages in the victim order, a hint's last ones first."""
+        """Move up to ``limit`` pages in the eviction order, the last pages of a hint first."""
         while self._changes and limit > 0:
             change, keys = self._changes[0]
             change(reversed(keys[-limit:]))
@@ -71,14 +71,16 @@ class HintTable:
                 self._changes.popleft()
 
     def take(self) -> list[Hint]:
-        """The waiting hints, oldest first; from the first call on a prefetcher counts as attached."""
+        """Return the waiting hints, oldest first. The first call attaches a prefetcher."""
         self.attached = not self._closed
         hints = list(self._queue.values())
         self._queue.clear()
         return hints
 
     def detach(self) -> None:
-        """Nobody takes hints any more: what waits is forgotten, and every ``will_need`` ends and is rejected again."""
+        """Detach the prefetcher: waiting hints are forgotten, and every ``will_need`` ends and is rejected from
+        now on.
+        """
         self.attached = False
         self._queue.clear()
         self.ended.extend(self._needed)
@@ -86,25 +88,25 @@ class HintTable:
         self._expecting.clear()
 
     def close(self) -> None:
-        """As ``detach``, for good: the store is about to end."""
+        """Detach for good, because the store is about to close."""
         self._closed = True
         self.detach()
 
     def in_force(self, hint: Hint) -> bool:
-        """Whether a ``will_need`` was neither replaced nor withdrawn, and its time has not run out."""
+        """Return whether a ``will_need`` was neither replaced nor withdrawn, and has not expired."""
         return self._needed.get(hint.request_id, (None,))[0] == hint.revision
 
     def retained(self, key: PageKey) -> bool:
-        """Whether a request retains the page."""
+        """Return whether a request retains the page."""
         return self._holders[key] > 0
 
     @property
     def keys_retained(self) -> list[PageKey]:
-        """The pages that requests retain, wherever they are."""
+        """Return the pages that requests retain, whichever tier holds them."""
         return list(self._holders)
 
     def expire(self, now: float) -> None:
-        """Ends the retentions, and forgets what was to be needed, whose time has come."""
+        """End expired retentions, and forget expired ``will_need`` hints."""
         while self._expiries and self._expiries[0][0] <= now:
             _, request_id, revision = heappop(self._expiries)
             if self._lives(request_id, revision):
@@ -113,7 +115,7 @@ class HintTable:
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next retention ends."""
+        """Return when the next retention ends."""
         return self._expiries[0][0] if self._expiries else None
 
     def _take_in(self, hint: Hint, now: float) -> HintResult:
@@ -179,7 +181,7 @@ class HintTable:
 
 
 def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey]:
-    """Takes these away; those of which none is left, in their order."""
+    """Subtract these keys. Returns those whose count reached zero, in order."""
     gone: list[PageKey] = []
     for key in keys:
         left = counter[key] - 1
@@ -192,7 +194,7 @@ def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey
 
 
 def lifetime(hint: Hint) -> float:
-    """Seconds that a ``will_need`` is in force, unless its request says something else."""
+    """Return the seconds for which a ``will_need`` is in force, unless its request says otherwise."""
     if hint.ttl_s is not None:
         return hint.ttl_s
     return _WITHOUT_DEADLINE_S if hint.deadline_s is None else max(0.0, hint.deadline_s) + _AFTER_DEADLINE_S

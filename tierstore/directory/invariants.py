@@ -1,4 +1,4 @@
-"""What must hold at every moment of a store. Each check names the first thing that does not."""
+"""What must hold at every moment of a store. Each check names the first violation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pending(Protocol):
 
     @property
     def writing(self) -> Sequence[tuple[Sequence[PageKey], Sequence[int]]]:
-        """Pages sealed before their bytes are written, and their slots: each holds a pin."""
+        """Pages sealed before their bytes are written, and their slots. Each holds a pin."""
         ...
 
     @property
@@ -33,7 +33,9 @@ class Pending(Protocol):
 
 
 def check(directory: Directory, pending: Pending) -> None:
-    """AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes nothing."""
+    """Raise AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes
+    nothing.
+    """
     check_residency(directory.residency)
     _check_transfers(directory)
     _check_pins(directory, pending)
@@ -41,7 +43,7 @@ def check(directory: Directory, pending: Pending) -> None:
 
 
 def check_residency(residency: Residency) -> None:
-    """The part that concerns residency alone."""
+    """Check the invariants of residency alone."""
     for tier, table in residency.tables.items():
         _check_slots(tier, table)
         _check_queues(residency, tier, table)
@@ -112,7 +114,7 @@ def _check_lineage(residency: Residency) -> None:
 
 
 def _check_reach(residency: Residency) -> None:
-    """A page is marked as its parent's copies and mark say, and its rank says the same, in every tier."""
+    """Check that a page's reachability follows from its parent, and that its ranks in all tiers agree."""
     orphans, lineage = residency.orphans, residency.lineage
     for table in residency.tables.values():
         for key, copy in table.copies.items():

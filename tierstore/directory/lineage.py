@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Node:
-    """``children`` is None, the only child, or a set of at least two: most pages have one."""
+    """A page in the tree. ``children`` is None, the only child, or a set of at least two: most pages have one."""
 
     __slots__ = ("children", "parent")
 
@@ -34,17 +34,18 @@ class _Node:
 
 
 class Lineage:
-    """Links among pages that have a copy somewhere, readable or in flight. A parent may be absent; its children
-    remember it.
+    """Links between pages that have a copy somewhere, readable or in flight.
+
+    A parent may be absent; its children remember it.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[PageKey, _Node] = {}
 
     def link(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page got its first copy. ``parent`` None: it starts a sequence, or its parent is unknown.
+        """Add a page that got its first copy. ``parent`` None: it starts a sequence, or its parent is unknown.
 
-        The caller has seen to it that ``key`` does not ``precede`` its parent.
+        The caller has checked that ``key`` does not ``precede`` its parent.
         """
         if parent is None or parent == key:
             return
@@ -67,9 +68,10 @@ class Lineage:
             above.children = {above.children, key}
 
     def unlink(self, key: PageKey) -> PageKey | None:
-        """The page lost its last copy; it forgets its parent, its children still name it.
+        """Remove a page that lost its last copy. Its children still name it.
 
-        Returns the parent if this was its last child.
+        Returns:
+            The parent, if this was its last child.
         """
         node = self._nodes.get(key)
         if node is None:
@@ -91,31 +93,33 @@ class Lineage:
         return parent
 
     def parent(self, key: PageKey) -> PageKey | None:
-        """The page before this one, if known."""
+        """Return the page before this one, if known."""
         node = self._nodes.get(key)
         return None if node is None else node.parent
 
     def has_children(self, key: PageKey) -> bool:
-        """Whether a page with a copy, readable or in flight, follows this one."""
+        """Return whether a page with a copy, readable or in flight, follows this one."""
         node = self._nodes.get(key)
         return node is not None and node.children is not None
 
     def children(self, key: PageKey) -> tuple[PageKey, ...]:
-        """The pages that follow this one and have a copy."""
+        """Return the pages that follow this one and have a copy."""
         node = self._nodes.get(key)
         if node is None or node.children is None:
             return ()
         return tuple(node.children) if isinstance(node.children, set) else (node.children,)
 
     def names(self, key: PageKey, child: PageKey) -> bool:
-        """Whether ``child`` is among the pages that follow ``key``."""
+        """Return whether ``child`` is among the pages that follow ``key``."""
         node = self._nodes.get(key)
         if node is None or node.children is None:
             return False
         return child in node.children if isinstance(node.children, set) else child == node.children
 
     def precedes(self, key: PageKey, other: PageKey) -> bool:
-        """Whether ``other`` descends from ``key``: a ring of pages would have no leaf and could never leave."""
+        """Return whether ``other`` descends from ``key``. A cycle of pages would have no leaf, and could never be
+        evicted.
+        """
         if not self.has_children(key):
             return False
         above = self.parent(other)
@@ -124,13 +128,13 @@ class Lineage:
         return above == key
 
     def without_parent_in(self, present: Container[PageKey]) -> list[PageKey]:
-        """The pages whose parent is known and not ``present``."""
+        """Return the pages whose parent is known and not ``present``."""
         return [
             key for key, node in self._nodes.items() if node.parent is not None and node.parent not in present
         ]
 
     def links(self) -> Iterator[tuple[PageKey, PageKey]]:
-        """Every (child, parent) pair; for checks."""
+        """Yield every (child, parent) pair, for checks."""
         return ((key, node.parent) for key, node in self._nodes.items() if node.parent is not None)
 
 
@@ -165,7 +169,7 @@ class Orphans:
 
     @property
     def pending(self) -> bool:
-        """Whether ``advance`` has something to do: until then some pages below a change are marked as before it."""
+        """Whether ``advance`` has something to do. Until then some pages below a change have their previous mark."""
         return bool(self._changed)
 
     def after(self, parent: PageKey | None) -> bool:
@@ -173,25 +177,25 @@ class Orphans:
         return parent is not None and (parent in self._unreachable or not self._pages.held(parent))
 
     def begin(self, key: PageKey, parent: PageKey | None) -> None:
-        """A page that no tier holds is about to get its first copy, in flight."""
+        """Mark a page that no tier holds and that is about to get its first copy, in flight."""
         if self.after(parent):
             self._unreachable.add(key)
 
     def recheck(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page has become readable, or its parent known: marks it, and what follows it, as they are now."""
+        """Update the marks of a page that became readable or whose parent became known, and of those after it."""
         if self.after(parent) == (key in self._unreachable):
             return
         self._flip(key)
         self.advance(_AT_ONCE)
 
     def recheck_children(self, key: PageKey) -> None:
-        """The page has come or gone."""
+        """Update the marks after a page that has come or gone."""
         if self._lineage.has_children(key):
             self._push(key)
             self.advance(_AT_ONCE)
 
     def gone(self, key: PageKey) -> None:
-        """No tier holds the page any more, readable or in flight."""
+        """Note that no tier holds the page any more, readable or in flight."""
         self._unreachable.discard(key)
         self.recheck_children(key)
 

@@ -1,4 +1,4 @@
-"""Which pages are copied down: write-behind of sealed pages, timed spills, room ahead of need, ``demote``, ``flush``.
+"""Which pages are copied down: write-behind of sealed pages, timed spills, space ahead of need, ``demote``, ``flush``.
 
 Decides, copies nothing. Pages go down one tier at a time. Pages sent down by request are sinks: each is followed until
 it has arrived or failed.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Counts the pages of one flush or demote that are not settled yet, those that arrived and those that failed.
+    """Counts the pages of one flush or demote: not settled yet, arrived, and failed.
 
     ``moves``: how often a copy of any of them has ended. ``found``: pages that were there already.
     """
@@ -40,7 +40,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Sink:
-    """A page on its way down to ``target``, or as far as it may go; ``keep``: copies above stay."""
+    """A page on its way down to ``target``, or as far as it may go. ``keep``: upper copies stay."""
 
     target: Tier
     keep: bool
@@ -56,7 +56,7 @@ class _Step(Enum):
 
 
 class Sinks:
-    """The pages on their way down. ``unwritten``: pages, by HBM slot, from which no copy may start yet."""
+    """The pages on their way down. ``unwritten``: pages from which no copy may start yet, by HBM slot."""
 
     def __init__(self, residency: Residency, space: Space, unwritten: dict[PageKey, int]) -> None:
         self.open: dict[PageKey, Sink] = {}
@@ -72,7 +72,7 @@ class Sinks:
         self._leaving: set[tuple[Tier, PageKey]] = set()
 
     def add(self, keys: Iterable[PageKey], target: Tier, ticket: Ticket, *, keep: bool) -> None:
-        """Sends pages down to ``target``; the ticket counts those that are not there yet."""
+        """Send pages down to ``target``. The ticket counts those that are not there yet."""
         for key in keys:
             sink = self.open.get(key)
             if sink is None:
@@ -85,7 +85,7 @@ class Sinks:
             ticket.open += 1
 
     def advance(self, now: float) -> bool:
-        """Takes a bounded number of pages one step further; whether more could go on at once."""
+        """Take a bounded number of pages one step further. Returns whether more could continue at once."""
         stepped = False
         for _ in range(min(len(self._queue), BATCH_PAGES)):
             key = self._queue.popleft()
@@ -103,7 +103,7 @@ class Sinks:
         return stepped and bool(self._queue)
 
     def wake(self, key: PageKey) -> None:
-        """A copy of the page ended, well or not: its way down may go on from another tier now."""
+        """Note that a copy of the page ended, successfully or not, so that its way down may continue."""
         # Before those that wait for room: the next of them might take the slot that this page has just reached.
         sink = self.open.get(key)
         if sink is not None:
@@ -112,19 +112,19 @@ class Sinks:
                 ticket.moves += 1
 
     def to_disk(self, key: PageKey) -> bool:
-        """Whether somebody asked for the page to be written."""
+        """Return whether a caller asked for the page to be written."""
         sink = self.open.get(key)
         return sink is not None and sink.target in self._records
 
     def came(self, key: PageKey) -> None:
-        """The page comes out of one slot less: it is in a tier, on its way there, or will not be."""
+        """Note that the page leaves one slot less: it is in a tier, in flight to it, or given up."""
         self.coming[key] -= 1
         if not self.coming[key]:
             del self.coming[key]
         self.wake(key)
 
     def settle(self, key: PageKey, *, failed: bool) -> None:
-        """Nothing more is to be done for the page."""
+        """Note that nothing more is to be done for the page."""
         sink = self.open.pop(key, None)
         if sink is None:
             return
@@ -133,7 +133,7 @@ class Sinks:
             ticket.failed += failed
 
     def unpinned(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Copies of these pages lost a pin: let go those that only waited for that."""
+        """Drop the upper copies of these pages that only waited to be unpinned."""
         for key in keys if self._leaving else ():
             if (tier, key) not in self._leaving:
                 continue
@@ -178,7 +178,7 @@ class Sinks:
         return _Step.BLOCKED
 
     def _arriving_below(self, key: PageKey) -> bool:
-        """Whether the page will be told of by ``wake`` or ``settle``, though no tier has it yet."""
+        """Return whether ``wake`` or ``settle`` will report the page, although no tier has it yet."""
         return key in self.coming or any(
             key in table.copies for tier, table in self._tables.items() if tier > Tier.HBM
         )
@@ -197,7 +197,7 @@ _ASK_AGAIN_S = 0.2
 
 
 class WriteBack:
-    """Plans every copy downwards. ``space`` makes room, ``sinks`` are the pages sent down by request."""
+    """Plans every copy to a lower tier. ``space`` makes room, ``sinks`` are the pages sent down by request."""
 
     def __init__(self, residency: Residency, transfers: Transfers, flush_s: float) -> None:
         self.unwritten: dict[PageKey, int] = {}
@@ -221,7 +221,7 @@ class WriteBack:
     # -- what happened ------------------------------------------------------------------------------------------
 
     def sealed(self, key: PageKey) -> None:
-        """A page became readable in HBM and its bytes are written."""
+        """Note that a page became readable in HBM and its bytes are written."""
         self.sinks.wake(key)
         if self._residency.unsaved(key, Tier.HBM):
             if self._spill_from == Tier.HBM:
@@ -230,13 +230,13 @@ class WriteBack:
                 self._fresh[key] = None
 
     def saved(self, key: PageKey, dst: Tier) -> None:
-        """A copy downwards arrived in ``dst``."""
+        """Note that a copy to ``dst`` arrived."""
         self.space.failing.discard(dst)
         self._await_spill(key, dst)
         self.sinks.wake(key)
 
     def permitted(self, key: PageKey) -> None:
-        """A page that was memory-only, or that no request could reach, may be saved below memory from now on."""
+        """Note that a page that was memory-only or unreachable may be saved below memory from now on."""
         for tier, table in self._tables.items():
             if table.ready(key) and tier == Tier.HBM:
                 self.sealed(key)
@@ -244,20 +244,20 @@ class WriteBack:
                 self._await_spill(key, tier)
 
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        """A copy downwards failed: the source is intact and waits for the next timed spill."""
+        """Note that a copy to a lower tier failed: the source is intact and waits for the next timed spill."""
         self.space.failing.add(dst)
         if src == self._spill_from and self._tables[src].ready(key):
             self._unsaved[key] = None
         self.sinks.settle(key, failed=True)
 
     def forgotten(self, key: PageKey) -> None:
-        """The page was evicted by request: nothing is to be done for it any more."""
+        """Note that the page was evicted by request: nothing more is to be done for it."""
         self.sinks.settle(key, failed=False)
         self._fresh.pop(key, None)
         self._unsaved.pop(key, None)
 
     def left(self, key: PageKey, tier: Tier) -> None:
-        """A copy was dropped: it does not wait to be saved any more. Else a tier that refuses would pile up keys."""
+        """Stop waiting to save a page whose copy was dropped; otherwise a tier that refuses would accumulate keys."""
         if self._tables[tier].ready(key):
             return
         if tier == Tier.HBM:
@@ -268,9 +268,9 @@ class WriteBack:
     # -- what to do next ----------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
-        """Plans a bounded number of copies: sinks, write-behind, timed spills, room ahead of need.
+        """Plan a bounded number of copies: sinks, write-behind, timed spills, space ahead of need.
 
-        Whether there is more to plan at once.
+        Returns whether there is more to plan at once.
         """
         more = self.sinks.advance(now)
         more |= self._write_behind(now)
@@ -284,7 +284,7 @@ class WriteBack:
 
     @property
     def writing_behind(self) -> bool:
-        """Whether sealed pages wait for a copy to HOST that HOST has room for."""
+        """Whether sealed pages wait for a copy to HOST, and HOST has space for it."""
         host = self._tables.get(Tier.HOST)
         if host is None:
             return False
@@ -292,7 +292,7 @@ class WriteBack:
 
     @property
     def next_spill(self) -> float | None:
-        """When a timed spill is due; None while there is nothing to spill."""
+        """When a timed spill is due; None if there is nothing to spill."""
         return self._next_spill if self._unsaved else None
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -321,9 +321,10 @@ class WriteBack:
         return 0 < len(self._fresh) < before
 
     def _ask_again(self, now: float) -> None:
-        """A tier that failed is sent one page now and then, as the timed spill does with the one that it fills.
+        """Send a page now and then to a tier that failed.
 
-        Else an unsaved page that others follow below could neither be saved nor dropped until somebody puts a page.
+        Otherwise an unsaved page with later pages below it could neither be saved nor dropped until somebody puts a
+        page.
         """
         if not self.space.failing or now < self._next_try:
             return
@@ -337,14 +338,14 @@ class WriteBack:
                 self.space.copy(key, src, dst)
 
     def _waits_aside(self, host: TierTable, key: PageKey) -> bool:
-        """A memory-only page for which HOST has no room keeps those that are to be stored from nothing."""
+        """Return whether a page waits without delaying others: a memory-only page for which HOST has no space."""
         return key in self._residency.memory_only and not self._has_spare(host, key)
 
     def _has_spare(self, host: TierTable, key: PageKey) -> bool:
-        """Whether HOST can take a copy made ahead of need: it never costs another page its last copy below HBM.
+        """Return whether HOST can take a copy made ahead of need, without dropping another page's last copy below HBM.
 
-        But memory-only pages give way to one that is to be stored: else it would not be written in its time. Pages that
-        no request can reach give way to all.
+        Memory-only pages give way to one that is to be stored, which would otherwise not be written in time.
+        Unreachable pages give way to all.
         """
         if host.free:
             return True
