@@ -110,7 +110,7 @@ def test_into_belongs_to_engines_alone() -> None:
 
 @pytest.mark.parametrize("into", [None, [0], [0, 1, 2]])
 def test_acquire_needs_one_slot_a_key(bench: Bench, into: list[int] | None) -> None:
-    with pytest.raises(ValueError, match="one slot a key"):
+    with pytest.raises(ValueError, match="one slot per key"):
         bench.store.acquire(chain(2), into=into)
 
 
