@@ -67,7 +67,7 @@ def test_what_is_not_understood_ends_with_code_2(arguments: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("arguments", [("config-schema",), ("config-schema", "--json")])
 def test_config_schema_prints_the_schema_and_nothing_else(arguments: tuple[str, ...]) -> None:
-    result = tierstore_process(*arguments)
+    result = (tierstore_process if "--json" in arguments else tierstore)(*arguments)
     assert result.returncode == 0
     assert json.loads(result.stdout) == config_schema()
     assert len(result.stdout.splitlines()) == 1 or "--json" not in arguments

@@ -11,6 +11,9 @@ import pytest
 
 from tests.support.command import COMMAND
 
+HANGUP = pytest.param(signal.SIGHUP, marks=pytest.mark.deep)
+"""It is handled as SIGTERM is."""
+
 
 @pytest.mark.parametrize("words", [["config-schema"], ["--help"]])
 def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
@@ -43,7 +46,7 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: 
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, HANGUP, signal.SIGINT])
 def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
     sizes = ["--size", "16MiB", "--page-sizes", "256KiB", "--idle", "3600"]  # it does not end by itself
     words = ["bench", "nvme", "--dir", str(tmp_path), *sizes]
@@ -63,7 +66,7 @@ def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, HANGUP, signal.SIGINT])
 def test_a_command_that_is_told_to_end_within_a_finalizer_ends(number: signal.Signals) -> None:
     # Python drops what a handler raises while an object is being finalized
     program = (
@@ -102,7 +105,7 @@ app.main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, HANGUP])
 def test_a_signal_whose_exception_a_library_drops_still_ends_the_command(number: signal.Signals) -> None:
     begin = f"""
         try:

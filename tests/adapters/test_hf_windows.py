@@ -89,7 +89,16 @@ def test_layers_with_and_without_a_window_are_kv_groups_of_one_page() -> None:
     assert page_spec(tiny_mistral().config, PAGE, "float32", "m").num_layers == 3
 
 
-@pytest.mark.parametrize("length", [5, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 9 * WINDOW])
+@pytest.mark.parametrize(
+    "length",
+    [
+        5,
+        WINDOW + 1,
+        9 * WINDOW,
+        pytest.param(WINDOW, marks=pytest.mark.deep),
+        pytest.param(3 * WINDOW + 5, marks=pytest.mark.deep),
+    ],
+)
 def test_cold_and_warm_answers_equal_plain_transformers(model: PreTrainedModel, length: int) -> None:
     prompt = random_prompt(length)
     expected = plain(model, prompt, max_new_tokens=20)
@@ -99,7 +108,7 @@ def test_cold_and_warm_answers_equal_plain_transformers(model: PreTrainedModel, 
             assert (answer, cache.reused_tokens) == (expected, reused)
 
 
-@pytest.mark.parametrize("chunk", [5, WINDOW, 37])
+@pytest.mark.parametrize("chunk", [5, pytest.param(WINDOW, marks=pytest.mark.deep), 37])
 def test_chunked_prefill(model: PreTrainedModel, chunk: int) -> None:
     prompt = random_prompt(5 * WINDOW + 3)
     expected = plain(model, prompt)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.nvme.rig import CAPACITY, PAGE, Rig, blank, data_file, key, page
+from tests.support import lanes
 from tierstore.errors import ConfigError, StoreClosed
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Ack, Failure, Tier, Transfer
@@ -51,7 +52,7 @@ def kill_after(victim: subprocess.Popen[str], lines: int, pause_s: float) -> lis
 def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Path, payload: str) -> None:
     home = tmp_path / "home"
     chance = random.Random(20)
-    for turn in range(5):
+    for turn in range(lanes.examples(3, 8)):
         first = turn * 100_000
         said = kill_after(start_victim(home, first, payload), chance.randint(0, 12), chance.random() * 0.03)
         synced = max([first, *(number for word, number in said if word == "sync")])

@@ -106,7 +106,14 @@ HELD_BUGS = {
 }
 
 
-@pytest.mark.parametrize("payload", MACHINES)
+OFTEN = ("lmdb", "extents encoded", "extents held")
+"""In `make test`: each payload, and pages as they are, encoded and held encoded."""
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [*OFTEN, *(pytest.param(name, marks=pytest.mark.deep) for name in MACHINES if name not in OFTEN)],
+)
 def test_the_tier_behaves_as_a_dict_whatever_happens_to_its_disk(payload: str) -> None:
     search(payload, lanes.examples(3, 2 * EXAMPLES), STEPS, shrink=True)
 

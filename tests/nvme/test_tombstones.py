@@ -25,6 +25,7 @@ from tests.nvme.rig import (
     page,
     wait_until_writable,
 )
+from tests.support import lanes
 from tierstore.nvme.inspection import open_reader, purge, verify
 from tierstore.nvme.tombstones import Tombstones
 
@@ -272,7 +273,7 @@ with data_file_is_read_only(home):
 
 
 def test_a_kill_at_any_moment_after_a_sync_brings_nothing_back(tmp_path: Path, payload: str) -> None:
-    for turn in range(4):
+    for turn in range(lanes.examples(2, 6)):
         home = tmp_path / f"home{turn}"
         with subprocess.Popen(
             [sys.executable, "-c", KILLED, str(home), payload],

@@ -85,7 +85,7 @@ def test_a_storm_of_hints_leaves_memory_and_queues_bounded_and_no_lease_cut(tmp_
     store, directory = bench.store, bench.directory
     documents = [stored(store, name, 3) for name in "abcdef"]
     with Prefetcher.attach(store) as prefetcher:
-        for number in range(lanes.examples(20_000, 100_000)):
+        for number in range(lanes.examples(8_000, 100_000)):
             keys, revision = tuple(documents[number % 6]), number // 500 + 1
             need_s, ttl_s = (number % 7) / 10, 0.0 if number % 5 == 0 else None
             name = f"r{number % 500}"

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.store.victim import LENGTH, config, sequence
+from tests.support import lanes
 from tests.support.pages import SPEC, read_soon
 from tierstore.store import TierStore
 
@@ -35,7 +36,7 @@ def test_a_killed_process_leaves_all_that_was_flushed_and_nothing_wrong(tmp_path
     # F046, F053
     chance = random.Random(5)
     durable: list[tuple[int, int]] = []
-    for turn in range(4):
+    for turn in range(lanes.examples(2, 6)):
         first = turn * 10_000
         flushed = kill_after(tmp_path, first, chance.randint(1, 6), chance.random() * 0.03)
         durable.append((first, flushed))
