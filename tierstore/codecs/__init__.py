@@ -1,8 +1,8 @@
-"""Codecs for pages of floats: the lossless ``exp``, lossy ones of stated bounds, and one way to make each by its name.
+"""Codecs for pages of floats: the lossless ``exp`` and lossy ones with stated error bounds, by name.
 
-``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` give payloads whose length follows from the layout alone; with
-``+zstd`` their codes are compressed, and the length depends on the numbers. ``lossy.LOSSY`` says what each does and
-promises, docs/codecs.md how a payload is laid out. NumPy and zstandard only: no device, no disk, no thread.
+``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` make payloads whose length follows from the layout alone; with
+``+zstd`` their codes are compressed, and the length depends on the numbers. ``lossy.LOSSY`` describes each codec,
+docs/codecs.md the layout of a payload. NumPy and zstandard only: no device, disk or thread.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ __all__ = [
 
 
 class PageEncoder(Protocol):
-    """One thread's maker of payloads; see ``exp.Encoder`` and ``lossy.Encoder``."""
+    """Makes payloads, for one thread. See ``exp.Encoder`` and ``lossy.Encoder``."""
 
     @property
     def name(self) -> str:
-        """The codec's."""
+        """Name of the codec."""
         ...
 
     def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
-        """Write the payload of ``page`` into ``out`` and return its length; None where the page is to be kept raw."""
+        """Write the payload of ``page`` into ``out`` and return its length; None if the page should be kept raw."""
         ...
 
 
 class PageDecoder(Protocol):
-    """One thread's reader of payloads; see ``exp.Decoder`` and ``lossy.Decoder``."""
+    """Decodes payloads, for one thread. See ``exp.Decoder`` and ``lossy.Decoder``."""
 
     @property
     def name(self) -> str:
-        """The codec's."""
+        """Name of the codec."""
         ...
 
     def decode(self, payload: NDArray[np.uint8], page: NDArray[np.uint8]) -> None:
-        """Fill ``page`` from ``payload``; IntegrityError for what no encoder of this codec and layout makes."""
+        """Fill ``page`` from ``payload``. IntegrityError if no encoder of this codec and layout can have made it."""
         ...
 
 
 def encoder(name: str, layout: PageLayout) -> PageEncoder | None:
-    """An encoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
+    """Make an encoder of pages of ``layout`` for one thread; None for "none". ValueError for an unknown name."""
     if _known(name) == "none":
         return None
     return exp.Encoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Encoder(LOSSY[name], layout)
 
 
 def decoder(name: str, layout: PageLayout) -> PageDecoder | None:
-    """A decoder of pages of ``layout`` for one thread; None for "none". ValueError for a name that is no codec's."""
+    """Make a decoder of pages of ``layout`` for one thread; None for "none". ValueError for an unknown name."""
     if _known(name) == "none":
         return None
     return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Decoder(LOSSY[name], layout)
 
 
 def saves(name: str, layout: PageLayout) -> bool:
-    """Whether pages of ``layout`` can be smaller with a codec: ``exp`` is for 16 bits, the lossy ones for floats.
+    """Return whether a codec can make pages of ``layout`` smaller: ``exp`` needs 16-bit dtypes, lossy codecs floats.
 
-    ValueError for a name that is no codec's.
+    Raises:
+        ValueError: The name is unknown.
     """
     if _known(name) == "none":
         return False
@@ -83,9 +84,10 @@ def saves(name: str, layout: PageLayout) -> bool:
 
 
 def fixed_nbytes(name: str, layout: PageLayout) -> int | None:
-    """Length of every payload of a page of ``layout``; None where it depends on the numbers, or no page is encoded.
+    """Return the length of every payload of a page of ``layout``; None if it varies or no page is encoded.
 
-    ValueError for a name that is no codec's.
+    Raises:
+        ValueError: The name is unknown.
     """
     if _known(name) == "none":
         return layout.blob_nbytes

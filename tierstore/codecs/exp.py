@@ -1,17 +1,17 @@
-"""The lossless codec ``exp`` for pages of 16-bit floats: exponents compressed by zstandard, everything else as it is.
+"""The lossless codec ``exp`` for pages of 16-bit floats: exponents are compressed with zstandard, the rest is kept.
 
-Of the 16 bits of a number bits 14..7 (bfloat16: the exponent; float16: the exponent and three bits of mantissa) are
-told apart from the sign and the other seven, which are noise. Over the tokens of a page the exponents of one channel
-(layer, K or V, head, dimension) stay near their maximum: what is compressed is each channel's maximum and the
-distances from it. All of it is arithmetic of whole numbers, so every bit pattern comes back: NaN payloads, infinities,
-subnormals, -0. KV groups of other dtypes and the gaps between groups are kept as they are.
+Of the 16 bits of a number, bits 14..7 (bfloat16: the exponent; float16: the exponent and three bits of mantissa) are
+separated from the sign and the other seven bits, which are noise. Over the tokens of a page, the exponents of one
+channel (layer, K or V, head, dimension) stay near their maximum, so each channel's maximum and the distances from it
+are compressed. All arithmetic is on integers, so every bit pattern is restored: NaN payloads, infinities, subnormals
+and -0. KV groups of other dtypes and the gaps between groups are kept as they are.
 
     payload = zstandard frame of (maxima, distances) of each 16-bit group | their other halves | the rest of the page
 
-Levels above 1 and match searches make real KV larger and slower; token-major order compresses as well as channel-major
-once the maxima are out (docs/history/codecs.md).
+zstandard levels above 1 and match searches make real KV larger and slower; token-major order compresses as well as
+channel-major once the maxima are removed (docs/history/codecs.md).
 
-A zstandard context serves one thread: every I/O thread makes an ``Encoder`` or ``Decoder`` of its own.
+A zstandard context serves one thread, so every I/O thread makes its own ``Encoder`` or ``Decoder``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORD = np.dtype("<u2")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV group of 16-bit floats: ``rows`` of ``[tokens, channels]`` from ``offset`` (bytes) of the page on."""
+    """A KV group of 16-bit floats: ``rows`` of ``[tokens, channels]`` from byte ``offset`` of the page on."""
 
     offset: int
     rows: int
@@ -55,36 +55,36 @@ class Group:
 
     @property
     def numbers(self) -> int:
-        """Numbers in the group, two bytes each."""
+        """Number of 16-bit numbers in the group."""
         return self.rows * self.tokens * self.channels
 
     @property
     def end(self) -> int:
-        """Where in the page the group's bytes end."""
+        """Offset in the page at which the group ends."""
         return self.offset + 2 * self.numbers
 
     @property
     def row_parts(self) -> Iterator[slice]:
-        """The rows, so many at a time as ``_PART`` numbers make, one at least."""
+        """Yield the rows in parts of about ``_PART`` numbers, at least one row each."""
         step = self.part_rows
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     @property
     def part_rows(self) -> int:
-        """Rows that are handled together."""
+        """Number of rows that are processed together."""
         return min(self.rows, max(1, _PART // (self.tokens * self.channels)))
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the 16-bit groups of a page of ``page_nbytes`` lie: ascending, without overlap."""
+    """Positions of the 16-bit groups in a page of ``page_nbytes``, ascending and without overlap."""
 
     page_nbytes: int
     groups: tuple[Group, ...] = ()
 
     @classmethod
     def of(cls, layout: PageLayout) -> Geometry:
-        """The geometry of a layout's blobs, gaps between them included."""
+        """Return the geometry of a layout's blobs, including the gaps between them."""
         groups = [
             Group(offset, prod(spec.shape[:2]), spec.shape[2], prod(spec.shape[3:]), _SLACK[spec.dtype])
             for offset, spec in zip(layout.offsets, layout.specs, strict=True)
@@ -94,28 +94,28 @@ class Geometry:
 
     @property
     def numbers(self) -> int:
-        """16-bit numbers in the page."""
+        """Number of 16-bit numbers in the page."""
         return sum(group.numbers for group in self.groups)
 
     @property
     def plane_nbytes(self) -> int:
-        """What the zstandard frame holds: a byte a number and a channel's maximum a row."""
+        """Bytes that the zstandard frame holds: one per number and one per channel of a row for its maximum."""
         return sum(group.numbers + group.rows * group.channels for group in self.groups)
 
     @property
     def kept_nbytes(self) -> int:
-        """What follows the frame: the other halves, and the bytes of no 16-bit group."""
+        """Bytes after the frame: the other halves, and the bytes outside 16-bit groups."""
         return self.page_nbytes - self.numbers
 
     def rest(self, page: Bytes) -> Iterator[Bytes]:
-        """Views of the bytes of ``page`` that no 16-bit group covers."""
+        """Yield views of the bytes of ``page`` that no 16-bit group covers."""
         starts = [0, *(group.end for group in self.groups)]
         ends = [*(group.offset for group in self.groups), self.page_nbytes]
         return (page[start:end] for start, end in zip(starts, ends, strict=True) if start < end)
 
 
 class Encoder:
-    """Makes payloads. Not thread-safe, and its scratch is a part and half a page: one for each thread."""
+    """Makes payloads. Not thread-safe; its scratch memory is one part and half a page."""
 
     name = "exp"
 
@@ -130,8 +130,10 @@ class Encoder:
     def encode(self, page: Bytes, out: Bytes) -> int | None:
         """Write the payload of ``page`` into ``out`` and return its length; None if it would save less than 10 %.
 
-        Both are flat contiguous uint8 of the page's length and do not overlap; ``page`` is not changed. After None
-        ``out`` holds anything.
+        Args:
+            page: Flat contiguous uint8; not changed.
+            out: Flat contiguous uint8 of the page's length that does not overlap it. Its content is undefined after
+                None.
         """
         if not self._geometry.groups:
             return None
@@ -171,7 +173,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads back into pages. Not thread-safe, and its scratch is a part: one for each thread."""
+    """Turns payloads back into pages. Not thread-safe; its scratch memory is one part."""
 
     name = "exp"
 
@@ -184,9 +186,11 @@ class Decoder:
     def decode(self, payload: Bytes, page: Bytes) -> None:
         """Fill ``page`` from ``payload``, both flat contiguous uint8 that do not overlap.
 
-        IntegrityError for whatever ``Encoder`` cannot have made of such a page; ``page`` then holds anything, and
-        nothing is written outside it. A changed payload that still has the right form gives other bytes: a record's
-        checksum is what tells.
+        A modified payload that still has the right form gives other bytes; the record's checksum detects that.
+
+        Raises:
+            IntegrityError: ``Encoder`` cannot have made this of such a page. The content of ``page`` is undefined, and
+                nothing is written outside it.
         """
         frame_nbytes = payload.nbytes - self._geometry.kept_nbytes
         if page.nbytes != self._geometry.page_nbytes or frame_nbytes <= 0:
@@ -228,7 +232,7 @@ class Decoder:
 
 
 def _scratch(geometry: Geometry, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Room for the largest part of any group."""
+    """Allocate memory for the largest part of any group."""
     largest = max((group.numbers // group.rows * group.part_rows for group in geometry.groups), default=0)
     return np.empty(largest, dtype=dtype)
 
@@ -242,7 +246,7 @@ def _words(group: Group, page: Bytes) -> NDArray[np.uint16]:
 
 
 def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, Bytes]]:
-    """Each group with its ``[rows, channels]`` of maxima and ``[rows, tokens, channels]`` of distances."""
+    """Yield each group with its ``[rows, channels]`` of maxima and ``[rows, tokens, channels]`` of distances."""
     at = 0
     for group in geometry.groups:
         middle = at + group.rows * group.channels
@@ -252,7 +256,7 @@ def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, By
 
 
 def _lows(geometry: Geometry, kept: Bytes) -> Iterator[tuple[Group, Bytes]]:
-    """Each group with its ``[rows, tokens, channels]`` of other halves."""
+    """Yield each group with its ``[rows, tokens, channels]`` of other halves."""
     at = 0
     for group in geometry.groups:
         end = at + group.numbers

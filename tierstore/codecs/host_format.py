@@ -1,4 +1,4 @@
-"""How host memory holds pages: as they are, or as payloads of a codec that gives all of them one length."""
+"""How host memory holds pages: unchanged, or as payloads of a codec that gives all of them one length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostFormat:
-    """The form of the pages of ``layout`` in a slot; ``payload_nbytes`` of it are used. Make it with ``of``."""
+    """The form of pages of ``layout`` in a slot, of which ``payload_nbytes`` are used. Make it with ``of``."""
 
     codec: str
     layout: PageLayout
@@ -43,12 +43,12 @@ class HostFormat:
 
     @property
     def encoded(self) -> bool:
-        """Whether pages are held otherwise than they are."""
+        """Whether pages are held in an encoded form."""
         return self.codec != "none"
 
     @property
     def page_nbytes(self) -> int:
-        """What one page takes of a tier's capacity: its payload, or that of its codec."""
+        """Bytes of a tier's capacity that a page takes: its own length, or that of its payload."""
         return self.payload_nbytes if self.encoded else self.layout.page_nbytes
 
     @property
@@ -61,12 +61,12 @@ class HostFormat:
 
     @property
     def slot_nbytes(self) -> int:
-        """Distance between slots."""
+        """Distance between slots in bytes."""
         return -(-self.payload_nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Packer:
-    """Pages into slots of an encoded form. For one thread."""
+    """Encodes pages into slots. For one thread."""
 
     def __init__(self, held: HostFormat) -> None:
         self._encoder = codecs.encoder(held.codec, held.layout)
@@ -75,9 +75,9 @@ class Packer:
         """Where a page may be put before it is packed."""
 
     def pack(self, page: Bytes, slot: Bytes) -> bool:
-        """Fill ``slot`` (a view of ``view_nbytes``) with what stands for ``page`` (flat uint8), which is not changed.
+        """Fill ``slot`` (a view of ``view_nbytes``) with the payload of ``page`` (flat uint8, not changed).
 
-        False if the codec cannot state a number of it; ``slot`` then holds anything.
+        Returns False if the codec cannot represent one of its numbers; the content of ``slot`` is then undefined.
         """
         assert self._encoder is not None
         length = self._encoder.encode(page, slot)
@@ -88,7 +88,7 @@ class Packer:
 
 
 class Unpacker:
-    """Slots of an encoded form back into pages. For one thread."""
+    """Decodes slots into pages. For one thread."""
 
     def __init__(self, held: HostFormat) -> None:
         self._held = held
@@ -97,6 +97,6 @@ class Unpacker:
         """Where a page may be put when it is unpacked."""
 
     def unpack(self, slot: Bytes, page: Bytes) -> None:
-        """Fill ``page`` from ``slot``. IntegrityError for what ``pack`` cannot have made."""
+        """Fill ``page`` from ``slot``. IntegrityError if ``pack`` cannot have made it."""
         assert self._decoder is not None
         self._decoder.decode(slot[: self._held.payload_nbytes], page)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(Protocol):
-    """How one layer's keys or values become codes and scales; the room's own, see ``Steps`` and ``Fp8``."""
+    """How the keys or values of one layer become codes and scales; see ``Steps`` and ``Fp8``."""
 
     @property
     def bound(self) -> Bound: ...
@@ -83,9 +83,9 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy codec. ``keys`` is also for what has one plane, such as MLA's latent.
+    """A lossy codec. ``keys`` is also used for data with one plane, such as MLA's latent.
 
-    ``zstd``: the codes are compressed, so a payload's length depends on the numbers; without it on the layout alone.
+    With ``zstd`` the codes are compressed and a payload's length depends on the numbers, otherwise on the layout alone.
     """
 
     name: str
@@ -117,7 +117,7 @@ LOSS_CLASSES = {"none": EXACT, "exp": EXACT} | {name: codec.loss_class for name,
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The keys, or the values, of a KV group: ``[layers, tokens, heads, dim]`` with a step over the other plane."""
+    """The keys or the values of a KV group: ``[layers, tokens, heads, dim]``, interleaved with the other plane."""
 
     scheme: Scheme
     dtype: str
@@ -129,12 +129,12 @@ class Plane:
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
+        """Number of values in the plane."""
         return self.layers * self.shape.numbers
 
     @property
     def end(self) -> int:
-        """Where the KV group ends in the page."""
+        """Offset in the page at which the KV group ends."""
         return self.offset + self.numbers * self.planes * WORDS[self.dtype].itemsize
 
     @property
@@ -144,7 +144,7 @@ class Plane:
 
     @property
     def floor_nbytes(self) -> int:
-        """Bytes of all smallest numbers; 0 where they are not stored."""
+        """Bytes of all minima; 0 if they are not stored."""
         if not self.scheme.floored:
             return 0
         return self.layers * prod(self.scheme.sides(self.shape)) * WORDS[self.dtype].itemsize
@@ -155,13 +155,13 @@ class Plane:
         return self.layers * self.scheme.code_nbytes(self.shape)
 
     def words(self, page: Bytes) -> NDArray[Any]:
-        """The view of ``page``, ``[layers, tokens, heads, dim]``."""
+        """Return the view of ``page``, ``[layers, tokens, heads, dim]``."""
         whole = page[self.offset : self.end].view(WORDS[self.dtype])
         return whole.reshape(self.layers, self.planes, *self.shape)[:, self.index]
 
 
 class Parts(NamedTuple):
-    """Of a plane in a payload: ``[layers, *sides]`` of scales and smallest numbers, ``[layers, n]`` of codes."""
+    """The parts of a plane in a payload: ``[layers, *sides]`` of scales and minima, ``[layers, n]`` of codes."""
 
     scales: NDArray[np.uint16]
     floors: NDArray[Any]
@@ -170,14 +170,14 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PayloadLayout:
-    """The planes of a page in their order, and the lengths of a payload."""
+    """The planes of a page in order, and the lengths of a payload."""
 
     page_nbytes: int
     planes: tuple[Plane, ...]
 
     @classmethod
     def of(cls, layout: PageLayout, codec: Lossy) -> PayloadLayout:
-        """Groups of floats with tokens are encoded; other dtypes and states of no tokens are kept as they are."""
+        """Return the payload layout. Groups of floats with tokens are encoded; all others are kept as they are."""
         planes = []
         for offset, spec in zip(layout.offsets, layout.specs, strict=True):
             if spec.dtype not in WORDS or spec.kind == "state":
@@ -194,7 +194,7 @@ class PayloadLayout:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes before the codes: scales, smallest numbers, and what is kept as it is."""
+        """Bytes before the codes: scales, minima, and what is kept as it is."""
         sides = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
         return sides + sum(end - start for start, end in self.gaps())
 
@@ -204,7 +204,7 @@ class PayloadLayout:
         return self.kept_nbytes + self.code_nbytes
 
     def parts(self, kept: Bytes, codes: Bytes) -> Iterator[tuple[Plane, Parts]]:
-        """Views of the two halves of a payload, plane by plane."""
+        """Return views of the two halves of a payload, plane by plane."""
         at, code = 0, 0
         for plane in self.planes:
             sides = (plane.layers, *plane.scheme.sides(plane.shape))
@@ -218,27 +218,27 @@ class PayloadLayout:
             code = end
 
     def rest(self, page: Bytes, kept: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Views of each piece of ``page`` that is kept as it is, and of its place in ``kept``."""
+        """Yield views of each piece of ``page`` that is kept as it is, and of its place in ``kept``."""
         at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
         for start, end in self.gaps():
             yield page[start:end], kept[at : at + end - start]
             at += end - start
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Start and end of each piece of a page that is kept as it is, in order."""
+        """Yield start and end of each piece of a page that is kept as it is, in order."""
         groups = dict.fromkeys((plane.offset, plane.end) for plane in self.planes)
         starts, ends = [0, *(end for _, end in groups)], [*(start for start, _ in groups), self.page_nbytes]
         return ((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
 
 def compressor() -> zstandard.ZstdCompressor:
-    """For codes, which have no long matches. For one thread."""
+    """Make a compressor for codes, which have no long matches. For one thread."""
     settings = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=12)
     return zstandard.ZstdCompressor(compression_params=settings)
 
 
 def expanded(zstd: zstandard.ZstdDecompressor, frame: Bytes, wanted: int) -> Bytes:
-    """The codes in ``frame``; IntegrityError unless they are ``wanted`` bytes."""
+    """Return the codes in ``frame``. IntegrityError unless they are ``wanted`` bytes."""
     try:
         stated = zstandard.frame_content_size(frame.data)
         if stated != wanted:  # before anything of that size is allocated
@@ -252,7 +252,7 @@ def expanded(zstd: zstandard.ZstdDecompressor, frame: Bytes, wanted: int) -> Byt
 
 
 class CodeCompressor:
-    """Payloads of a codec without zstandard into those of ``codec``, which is the same with it. For one thread."""
+    """Turns payloads of a codec without zstandard into those of ``codec``, its variant with it. For one thread."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -260,7 +260,7 @@ class CodeCompressor:
         self._zstd = compressor()
 
     def encode(self, payload: Bytes, out: Bytes) -> int | None:
-        """Write the other payload into ``out`` and return its length; None if it would not be shorter.
+        """Write the compressed payload into ``out`` and return its length; None if it would not be shorter.
 
         Both are flat contiguous uint8 and do not overlap; ``out`` has at least the payload's length.
         """
@@ -275,7 +275,7 @@ class CodeCompressor:
 
 
 class CodeExpander:
-    """The way back of ``CodeCompressor``. For one thread."""
+    """The inverse of ``CodeCompressor``. For one thread."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self._places = PayloadLayout.of(layout, codec)
@@ -296,7 +296,7 @@ _PART = 1 << 16  # numbers handled at a time: passes over them stay in the proce
 
 
 def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
-    """The length of every payload; None where it depends on the numbers or no page of this layout is encoded."""
+    """Return the length of every payload; None if it varies or no page of this layout is encoded."""
     places = PayloadLayout.of(layout, codec)
     return (
         places.fixed_nbytes
@@ -306,7 +306,7 @@ def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
 
 
 class _Passes:
-    """Scratch for the largest part of any plane, and the parts."""
+    """Scratch memory for the largest part of any plane, and the parts."""
 
     def __init__(self, places: PayloadLayout) -> None:
         room = max((plane.shape.numbers * _step(plane) for plane in places.planes), default=0)
@@ -315,7 +315,7 @@ class _Passes:
     def over(
         self, plane: Plane, words: NDArray[Any], parts: Parts
     ) -> Iterator[tuple[Any, Parts, Numbers, Numbers]]:
-        """Some layers of a plane at a time, with scratch of their size: numbers and spare."""
+        """Yield some layers of a plane at a time, with scratch memory of their size: numbers and spare."""
         step = _step(plane)
         for start in range(0, plane.layers, step):
             some = slice(start, start + step)
@@ -334,7 +334,7 @@ def _worth(places: PayloadLayout, length: int) -> bool:
 
 
 class Encoder:
-    """Makes payloads of ``codec``. Not thread-safe, and its scratch is a part and the codes: one for each thread."""
+    """Makes payloads of ``codec``. Not thread-safe; its scratch memory is one part and the codes."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -344,11 +344,14 @@ class Encoder:
         self._zstd = compressor() if codec.zstd else None
 
     def encode(self, page: Bytes, out: Bytes) -> int | None:
-        """Write the payload of ``page`` into ``out`` and return its length.
+        """Write the payload of ``page`` into ``out`` and return its length, or None to keep the page raw.
 
-        None if it would save less than 10 %, or if a number is a NaN, an infinity or beyond ``LARGEST``: such a page
-        is kept as it is. Both are flat contiguous uint8 of the page's length and do not overlap; ``page`` is not
-        changed. After None ``out`` holds anything.
+        It returns None if the payload would save less than 10 %, or if a number is NaN, infinite or beyond ``LARGEST``.
+
+        Args:
+            page: Flat contiguous uint8; not changed.
+            out: Flat contiguous uint8 of the page's length that does not overlap it. Its content is undefined after
+                None.
         """
         places = self._places
         if not places.planes or (self._zstd is None and not _worth(places, places.fixed_nbytes)):
@@ -383,7 +386,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads of ``codec`` into pages. Not thread-safe, and its scratch is a part: one for each thread."""
+    """Turns payloads of ``codec`` into pages. Not thread-safe; its scratch memory is one part."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -394,9 +397,12 @@ class Decoder:
     def decode(self, payload: Bytes, page: Bytes) -> None:
         """Fill ``page`` from ``payload``, both flat contiguous uint8 that do not overlap, within the codec's bounds.
 
-        Always the same numbers for the same payload, all finite. IntegrityError for whatever ``Encoder`` cannot have
-        made of such a page; ``page`` then holds anything, and nothing is written outside it. A changed payload that
-        still has the right form gives other bytes: a record's checksum is what tells.
+        A payload always gives the same finite numbers. A modified payload that still has the right form gives others;
+        the record's checksum detects that.
+
+        Raises:
+            IntegrityError: ``Encoder`` cannot have made this of such a page. The content of ``page`` is undefined, and
+                nothing is written outside it.
         """
         places = self._places
         if page.nbytes != places.page_nbytes or not self._has_form(payload.nbytes):

@@ -63,10 +63,10 @@ class Bound:
     of_value: float = 0.0
 
     def frobenius(self, members: int, dtype: str) -> float:
-        """The largest norm of the errors by the norm of the numbers, where ``members`` share a scale. No clock, no I/O.
+        """Return the largest ratio of error norm to norm if ``members`` numbers share a scale.
 
-        Of all numbers that share one the largest makes up for its extent in the norm, or the smallest and the largest
-        do: half the extent each, at worst.
+        Among numbers that share a scale, the largest one accounts for its extent in the norm; with a minimum, the
+        smallest and the largest do, with at worst half the extent each.
         """
         spread = sqrt(members if self.signed else 2 * members) * self.of_extent
         lossy = spread + self.of_value
@@ -97,9 +97,10 @@ def widen(words: Words, numbers: Numbers) -> None:
 
 
 def narrow(numbers: Numbers, words: Words, spare: Numbers) -> None:
-    """Fill ``words`` with ``numbers`` rounded to nearest, ties to even. ``numbers`` is overwritten; it holds no NaN.
+    """Fill ``words`` with ``numbers`` rounded to nearest, ties to even.
 
-    Nothing becomes infinite: what would is the largest finite number.
+    ``numbers`` is overwritten and must not hold NaN. Numbers that would become infinite become the largest finite
+    number.
     """
     if words.dtype == np.float16:
         limit = np.float32(LARGEST["float16"])
@@ -117,7 +118,7 @@ def narrow(numbers: Numbers, words: Words, spare: Numbers) -> None:
 
 
 def within(numbers: Numbers, dtype: str, spare: Numbers) -> bool:
-    """Whether all numbers are finite and none is too large to be encoded."""
+    """Return whether all numbers are finite and small enough to be encoded."""
     bits = spare.view(np.uint32)
     np.bitwise_and(numbers.view(np.uint32), 0x7FFFFFFF, out=bits)
     limit = int(np.float32(LARGEST[dtype]).view(np.uint32))
@@ -125,36 +126,36 @@ def within(numbers: Numbers, dtype: str, spare: Numbers) -> bool:
 
 
 def rounded_up(scales: Numbers) -> NDArray[np.uint16]:
-    """Non-negative ``scales`` as bfloat16, none smaller than it was, at most 1/128 larger; 0 stays 0.
+    """Return non-negative ``scales`` rounded up to bfloat16, at most 1/128 larger; 0 stays 0.
 
-    None but 0 is below the smallest normal number, so that its reciprocal is finite.
+    Other results are at least the smallest normal number, so that their reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0xFFFF >> 16).astype(SCALE)
 
 
 def rounded(scales: Numbers) -> NDArray[np.uint16]:
-    """Non-negative ``scales`` as the nearest bfloat16, at most 1/256 larger or smaller; 0 stays 0.
+    """Return non-negative ``scales`` as the nearest bfloat16, at most 1/256 off; 0 stays 0.
 
-    None but 0 is below the smallest normal number, so that its reciprocal is finite.
+    Other results are at least the smallest normal number, so that their reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(SCALE)
 
 
 def power_of_two(scales: Numbers) -> NDArray[np.uint16]:
-    """Non-negative ``scales`` as bfloat16, each the next power of two that is not smaller; 0 stays 0."""
+    """Return non-negative ``scales`` as bfloat16, each rounded up to a power of two; 0 stays 0."""
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0x7FFFFF >> 23 << 7).astype(SCALE)
 
 
 def scale_values(stored: NDArray[np.uint16]) -> Numbers:
-    """The values of stored scales."""
+    """Return the values of stored scales."""
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def reciprocals(scales: Numbers) -> Numbers:
-    """1 by each scale; 0 for 0."""
+    """Return the reciprocals of scales; 0 for 0."""
     return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
 
 
@@ -162,7 +163,7 @@ _EPSILON = 2.0**-16  # of arithmetic in float32, generously
 
 
 class Shape(NamedTuple):
-    """One layer's keys, or values, of a page."""
+    """The shape of the keys or values of one layer of a page."""
 
     tokens: int
     heads: int
@@ -170,23 +171,23 @@ class Shape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
+        """Number of values."""
         return self.tokens * self.heads * self.dim
 
 
 class Block(NamedTuple):
-    """Numbers ``[rows, ..., members, ...]`` that share scales along ``axis``, and those scales, to be broadcast."""
+    """Numbers ``[rows, ..., members, ...]`` that share scales along ``axis``, and those scales, broadcastable."""
 
     numbers: Numbers
     axis: int
     place: tuple[slice, ...]
 
     def of(self, sides: Numbers) -> Numbers:
-        """The view of ``sides`` (scales, or smallest numbers, of all blocks) that belongs to this block."""
+        """Return the view of ``sides`` (scales or minima of all blocks) that belongs to this block."""
         return np.expand_dims(sides[self.place], self.axis)
 
     def ends(self) -> tuple[Numbers, Numbers]:
-        """The smallest and the largest of those that share a scale, to be broadcast."""
+        """Return minimum and maximum of the numbers that share a scale, broadcastable."""
         members, axis = self.numbers, self.axis
         if axis == members.ndim - 1:  # numpy is slow along short last axes
             members, axis = np.ascontiguousarray(np.moveaxis(members, axis, 0)), 0
@@ -195,9 +196,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """``bits`` a number; a scale for each ``size`` numbers along a head of a token, or tokens along a channel.
+    """Codes of ``bits`` bits, with one scale per ``size`` numbers: along a head of a token, or tokens along a channel.
 
-    The last of them may be fewer. ``size`` None: a whole head, or all tokens of the page.
+    The last group may be smaller. ``size`` None: a whole head, or all tokens of the page.
     """
 
     bits: Literal[4, 8]
@@ -212,17 +213,17 @@ class Steps:
 
     @property
     def bound(self) -> Bound:
-        """What is promised: half a step, of a scale that was rounded by a 256th at most, or up by a 128th."""
+        """The error bound: half a step, for a scale rounded by at most 1/256, or up by at most 1/128."""
         larger = 2.0**-8 if self.nearest else 2.0**-7
         return Bound((1 + larger + _EPSILON) / (2 * self.most), self.signed)
 
     @property
     def floored(self) -> bool:
-        """Whether the smallest number is stored beside each scale."""
+        """Whether the minimum is stored beside each scale."""
         return not self.signed
 
     def members(self, shape: Shape) -> int:
-        """How many numbers share a scale, at most."""
+        """Largest number of values that share a scale."""
         whole = shape.dim if self.along == "token" else shape.tokens
         return min(whole, self.size or whole)
 
@@ -234,7 +235,10 @@ class Steps:
         return -(-shape.tokens // members), shape.heads * shape.dim
 
     def code_nbytes(self, shape: Shape) -> int:
-        """Bytes of a layer's codes. Of 4 bits each byte holds two tokens': the first half of the page is low."""
+        """Bytes of a layer's codes.
+
+        With 4 bits a byte holds two tokens' codes, the first half of the page in the low bits.
+        """
         if self.bits == 8:
             return shape.numbers
         return (shape.tokens + 1) // 2 * shape.heads * shape.dim
@@ -242,9 +246,9 @@ class Steps:
     def encode(
         self, numbers: Numbers, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, spare: Numbers
     ) -> None:
-        """Write what stands for ``numbers`` ``[rows, tokens, heads, dim]``, which is overwritten.
+        """Encode ``numbers`` ``[rows, tokens, heads, dim]``, which are overwritten.
 
-        ``scales`` and ``floors`` ``[rows, *sides]`` (empty where not stored), ``codes`` ``[rows, code_nbytes]``.
+        Writes ``scales`` and ``floors`` ``[rows, *sides]`` (empty if not stored) and ``codes`` ``[rows, code_nbytes]``.
         """
         for block in self._blocks(numbers):
             smallest, largest = block.ends()
@@ -262,7 +266,7 @@ class Steps:
     def decode(
         self, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, numbers: Numbers, spare: Numbers
     ) -> None:
-        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with what ``encode`` was given, within the bound."""
+        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the values given to ``encode``, within the bound."""
         self._unpack(codes, numbers, spare)
         values = scale_values(scales)
         for block in self._blocks(numbers):
@@ -273,7 +277,7 @@ class Steps:
     def check(
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
-        """IntegrityError if ``encode`` cannot have made these; after it ``decode`` gives finite numbers."""
+        """Raise IntegrityError if ``encode`` cannot have made these. Afterwards ``decode`` gives finite numbers."""
         if scales.size and scales.max() > self.largest_scale(dtype):
             raise IntegrityError("scales that no page has")
         if floors.size and not np.abs(floors).max() <= LARGEST[dtype]:
@@ -284,13 +288,13 @@ class Steps:
             raise IntegrityError("steps of tokens that the page does not have")
 
     def largest_scale(self, dtype: str) -> int:
-        """The largest that is stored, as the bits of bfloat16."""
+        """The largest scale that is stored, as the bits of a bfloat16."""
         extent = LARGEST[dtype] * (1 if self.signed else 2)
         return int(self._scales(np.array([extent], dtype=np.float32))[0])
 
     @property
     def nearest(self) -> bool:
-        """Whether a scale is the nearest bfloat16, not the next that is not smaller."""
+        """Whether scales are rounded to the nearest bfloat16, not up."""
         return self.most < 128
 
     def _scales(self, extent: Numbers) -> NDArray[np.uint16]:
@@ -298,7 +302,7 @@ class Steps:
         return rounded(scales) if self.nearest else rounded_up(scales)
 
     def _blocks(self, numbers: Numbers) -> Iterator[Block]:
-        """The numbers by the scales they share: all whole ones in one, and the rest of the page or head."""
+        """Yield the numbers by the scales they share: all full groups together, and the rest of the page or head."""
         rows, tokens, heads, dim = numbers.shape
         members = self.members(Shape(tokens, heads, dim))
         if self.along == "token":
@@ -350,7 +354,7 @@ class Steps:
 
 
 def _like(part: NDArray[Any], spare: NDArray[Any]) -> NDArray[Any]:
-    """The beginning of ``spare`` in the shape of ``part``."""
+    """Return the beginning of ``spare`` in the shape of ``part``."""
     return spare.reshape(-1)[: part.size].reshape(part.shape)
 
 
@@ -373,25 +377,25 @@ _VALUES = _values()
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """A byte a number, a scale for all keys, or all values, of a layer of the page."""
+    """One byte per number, and one scale for all keys, or all values, of a layer of the page."""
 
     @property
     def most(self) -> float:
-        """The largest code's number."""
+        """The number of the largest code."""
         return _MOST
 
     @property
     def bound(self) -> Bound:
-        """What is promised: half a place of three bits; below 2**-6 of 448 half a step of 2**-9."""
+        """The error bound: half a unit of three mantissa bits; below 2**-6 of 448, half a step of 2**-9."""
         return Bound(of_extent=2.0**-10 / (_MOST / 2), signed=True, of_value=2.0**-4)
 
     @property
     def floored(self) -> bool:
-        """No smallest number is stored."""
+        """Always False: no minimum is stored."""
         return False
 
     def members(self, shape: Shape) -> int:
-        """How many numbers share a scale."""
+        """Number of values that share a scale."""
         return shape.numbers
 
     def sides(self, shape: Shape) -> tuple[int, int]:
@@ -405,7 +409,7 @@ class Fp8:
     def encode(
         self, numbers: Numbers, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, spare: Numbers
     ) -> None:
-        """Write what stands for ``numbers`` ``[rows, tokens, heads, dim]``, which is overwritten; no ``floors``."""
+        """Encode ``numbers`` ``[rows, tokens, heads, dim]``, which are overwritten. Writes no ``floors``."""
         magnitudes = spare.reshape(-1)[: numbers.size].reshape(numbers.shape)
         np.abs(numbers, out=magnitudes)
         largest = magnitudes.reshape(len(numbers), 1, -1).max(2, keepdims=True)
@@ -421,21 +425,21 @@ class Fp8:
     def decode(
         self, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, numbers: Numbers, spare: Numbers
     ) -> None:
-        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with what ``encode`` was given, within the bound."""
+        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the values given to ``encode``, within the bound."""
         np.take(_VALUES, codes, out=numbers.reshape(codes.shape), mode="clip")
         np.multiply(numbers, scale_values(scales)[..., None], out=numbers)
 
     def check(
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
-        """IntegrityError if ``encode`` cannot have made these; after it ``decode`` gives finite numbers."""
+        """Raise IntegrityError if ``encode`` cannot have made these. Afterwards ``decode`` gives finite numbers."""
         if scales.size and (scales.max() > self.largest_scale(dtype) or (scales & 0x7F).any()):
             raise IntegrityError("scales that no page has")
         if (codes & 0x7F == 0x7F).any():
             raise IntegrityError("codes of no number")
 
     def largest_scale(self, dtype: str) -> int:
-        """The largest that is stored, as the bits of bfloat16."""
+        """The largest scale that is stored, as the bits of a bfloat16."""
         return int(power_of_two(np.array([LARGEST[dtype] / _MOST], dtype=np.float32))[0])
 
 

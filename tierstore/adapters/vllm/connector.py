@@ -1,7 +1,7 @@
-"""``TierStoreConnector``: vLLM's names for what the two halves do. It translates, and decides nothing.
+"""``TierStoreConnector``: vLLM's interface to the two halves. It only translates.
 
-Also the wrappings in which ``messages`` travel between vLLM's processes. Tested with vLLM 0.32; vLLM calls its
-connectors' interface experimental.
+Also the wrappers in which ``messages`` travel between vLLM's processes. Tested with vLLM 0.32; vLLM calls its connector
+interface experimental.
 """
 
 from __future__ import annotations
@@ -41,43 +41,42 @@ Hybrid: Any = object if TransferResults is None else base.SupportsHMA
 
 @dataclass
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What travels to the workers with each step."""
+    """What is sent to the workers with each step."""
 
     orders: Orders
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What travels back."""
+    """What workers send back."""
 
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of two ranks."""
+        """Combine the messages of two ranks."""
         assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(self.report.merged(other.report))
 
 
 @dataclass
 class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker says once."""
+    """The first message of a worker."""
 
     hello: Hello
 
 
 class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
-    """KV blocks kept in host memory and on NVMe, checked, bounded, and still there after a restart.
+    """KV blocks in host memory and on NVMe: checked, bounded, and available after a restart.
 
-    ``kv_connector_extra_config``: ``config``, the path of a YAML file or its content as a mapping, and what
-    ``config.Settings`` names. Requests wait for their loads beside the running ones; what cannot be loaded is
-    computed.
+    ``kv_connector_extra_config`` has ``config``, the path of a YAML file or its content as a mapping, and the fields of
+    ``config.Settings``. Requests wait for their loads while others run; what cannot be loaded is computed.
 
-    Layers of full attention, sliding windows and local chunks have groups of their own (``SupportsHMA``) where vLLM
-    can be told by request that a load has failed, which is from 0.32 on; before, vLLM makes one group of them.
+    Layers with full attention, sliding windows and local chunks have KV groups of their own (``SupportsHMA``) if vLLM
+    can be told per request that a load has failed, that is, from 0.32 on. Earlier versions put them into one group.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """ConfigError for a configuration or a vLLM that does not go together with this connector."""
+        """Open one half. ConfigError if the configuration or vLLM does not suit this connector."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._deployment = Deployment.of(vllm_config, self._kv_transfer_config, kv_cache_config)
         self._worker: WorkerHalf | None = None
@@ -94,30 +93,32 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache may forget."""
+        """Return False, because a cache may lose pages."""
         return False
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """vLLM before 0.32: all layers of a block side by side, where attention allows."""
+        """Ask vLLM before 0.32 to keep all layers of a block together, if attention allows."""
         return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """All layers of a block side by side on a card, as vLLM 0.32 and later can have it; what the user names."""
+        """Return the KV layout to use: the user's choice, or on a GPU all layers of a block together (vLLM 0.32 and
+        later).
+        """
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         layout: str | None = extra.get("layout")
         return layout or compat.preferred_layout()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing is done between layers."""
+        """Return False, because nothing is done between layers."""
         return False
 
     # -- scheduler ----------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """All workers are open. ConfigError unless all of them said so."""
+        """Process the workers' first messages. ConfigError unless all of them sent one."""
         hellos = [m.hello for m in metadata.values() if isinstance(m, HelloMetadata)]
         ranks = self._deployment.world_size
         if len(hellos) != ranks:
@@ -125,66 +126,69 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._scheduler.meet(sorted(hellos, key=lambda hello: hello.rank))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's blocks: only asked which hashes it holds."""
+        """Remember vLLM's block pool, which is only asked which hashes it holds."""
         self._pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """A request was queued: what only the disk holds of it starts to come up."""
+        """Start to prefetch what only the disk holds of a queued request."""
         local = 0
         if self._scheduler.looks_ahead and self._pool is not None:
             local = local_tokens(self._pool, self._deployment.groups, request.block_hashes)
         self._scheduler.arrived(request, local)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, beside the running steps; None: ask again, pages come up from disk."""
+        """Return the number of tokens that can be loaded asynchronously; None: ask again, pages are being read
+        from disk.
+        """
         tokens = self._scheduler.offer(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has blocks; ``num_external_tokens`` of them are to be loaded."""
+        """Note the request's blocks, into which ``num_external_tokens`` are to be loaded."""
         if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Of the tokens being loaded, how many come from memory and how many from disk."""
+        """Return how many of the tokens being loaded come from memory, and how many from disk."""
         return compat.hit_sources(self._scheduler.sources(request, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The orders of one step."""
+        """Return the orders of one step."""
         return Metadata(self._scheduler.orders(self._steps.of(scheduler_output)))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have done; requests whose loads have ended well are told in ``finished_recving``."""
+        """Process the workers' reports. Successfully loaded requests are added to ``finished_recving``."""
         meta = connector_output.kv_connector_worker_meta
         loaded = self._scheduler.heard(meta.report if isinstance(meta, WorkerMetadata) else None)
         if loaded:
             connector_output.finished_recving = (connector_output.finished_recving or set()) | loaded
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished_all_groups``, of one group."""
+        """Like ``request_finished_all_groups``, for one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; its blocks may be freed at once. What is stored out of them later is fenced against
-        their reuse.
+        """Note that the request has ended. Its blocks may be freed at once.
+
+        Blocks that are stored later are protected from being reused before.
         """
         self._steps.forget(request.request_id)
         self._scheduler.finished(request.request_id, block_ids, request.num_computed_tokens)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine is to step on although it has no request: pages are on their way to memory or disk."""
+        """Return whether the engine should keep stepping without a request, because pages are being written."""
         return self._scheduler.pending
 
     def take_events(self) -> Iterable[Any]:
-        """Blocks that became readable in memory (CPU) or on disk (STORAGE), and those that went."""
+        """Return blocks that became readable in memory (CPU) or on disk (STORAGE), and those that were removed."""
         changes = self._scheduler.take_events()
         return compat.kv_events(changes) if changes else ()
 
     def get_kv_connector_stats(self) -> Any:
-        """What was counted lately; None: nothing, or on a worker."""
+        """Return recent counts; None if there are none, and on workers."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         found = self._scheduler.figures()
@@ -192,7 +196,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """The same in vLLM's form."""
+        """Return the same counts in vLLM's form."""
         from tierstore.adapters.vllm.prometheus import TierStoreStats
 
         return TierStoreStats(data=data or {})
@@ -201,15 +205,16 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> Any:
-        """Its metrics, ``vllm:tierstore_*``."""
+        """Return the metrics ``vllm:tierstore_*``."""
         from tierstore.adapters.vllm.prometheus import TierStorePrometheus
 
         return TierStorePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Nothing stored so far is offered again, by this process or the next.
+        """Forget everything stored so far, for this process and the next.
 
-        What vLLM does before it sleeps: False while a copy may touch KV memory, which is to go away; try again.
+        vLLM calls it before it sleeps. Returns False while a copy may access KV memory, which is about to be freed;
+        call it again.
         """
         if self.role != KVConnectorRole.SCHEDULER:
             return True
@@ -223,24 +228,24 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     # -- worker -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's tensors, by layer: opens the tiers. ConfigError as ``TierStore.open`` has it."""
+        """Open the tiers with the engine's tensors by layer. ConfigError as for ``TierStore.open``."""
         self._open(list(kv_caches.values()))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """vLLM before 0.32: all layers in one tensor."""
+        """Open the tiers with all layers in one tensor (vLLM before 0.32)."""
         self._open([kv_cache])
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33: the engine's memory goes away now, until it wakes up. TimeoutError while a copy touches it."""
+        """Release the engine's memory until it wakes up (vLLM 0.33). TimeoutError while a copy accesses it."""
         if self._worker is not None and not self._worker.rest():
             raise TimeoutError("copies out of the engine's KV memory have not ended; it cannot go away")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this worker has opened."""
+        """Return what this worker has opened."""
         return None if self._worker is None else HelloMetadata(self._worker.hello)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before the step may write any block: ends the copies out of those it writes."""
+        """End copies out of the blocks that the step writes, before it may write any."""
         assert isinstance(kv_connector_metadata, Metadata)
         self._orders = kv_connector_metadata.orders
         if self._worker is not None:
@@ -248,40 +253,43 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
             self._failed |= self._orders.failed
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts the step's loads; they run beside it."""
+        """Start the step's loads, which run beside it."""
         if self._worker is not None:
             self._worker.go()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs once all of it is loaded."""
+        """Do nothing: a request runs once all of it is loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are stored whole, after the step."""
+        """Do nothing: blocks are stored as a whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """The step was launched: starts to copy what it fills. Waits for nothing."""
+        """Start to copy what the launched step fills. Does not wait."""
         if self._worker is not None:
             self._worker.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have failed; the others are told by the scheduler's half."""
+        """Return requests whose loads have failed; the scheduler's half reports the others."""
         self._bad = {block for blocks in self._failed.values() for block in blocks}
         failed, self._failed = set(self._failed), {}
         return None, failed or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same from vLLM 0.32 on; with several groups such a request is computed from its beginning."""
+        """Return failed loads in the form of vLLM 0.32 and later.
+
+        With several groups such a request is computed from its beginning.
+        """
         _, failed = self.get_finished(finished_req_ids)
         failed = failed or set()
         return TransferResults(set(), failed, set() if self._deployment.groups.whole else failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Their blocks that hold nothing, where there is one group of full attention."""
+        """Return the blocks of failed loads that hold nothing, if there is one group with full attention."""
         bad, self._bad = self._bad, set()
         return bad if self._deployment.groups.whole else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What has ended."""
+        """Return what has ended."""
         if self._worker is None:
             return None
         report = self._worker.report()
@@ -292,14 +300,14 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     # -- both ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """AssertionError naming the first invariant that does not hold."""
+        """Check every invariant. AssertionError names the first violation."""
         if self.role == KVConnectorRole.SCHEDULER:
             self._scheduler.check()
         elif self._worker is not None:
             self._worker.check()
 
     def shutdown(self) -> None:
-        """Ends this half; what is on its way to disk gets there."""
+        """Close this half. Writes to disk in flight are completed."""
         if self.role == KVConnectorRole.SCHEDULER:
             self._scheduler.close()
         elif self._worker is not None:
@@ -310,7 +318,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     _open_half = staticmethod(WorkerHalf.open)
 
     def _workers_here(self) -> list[WorkerHalf]:
-        """The workers' halves that live in this process: all, or none."""
+        """Return the workers' halves in this process: all of them, or none."""
         found = compat.connectors_here()
         return [c._worker for c in found if isinstance(c, TierStoreConnector) and c._worker is not None]
 

@@ -35,7 +35,7 @@ MOST_IF_IDLE = 256
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request's load: ``keys`` into ``blocks``, each of which begins at a token of the request, ``starts``."""
+    """One request's load of ``keys`` into ``blocks``; ``starts`` is the request's token at which each block begins."""
 
     request_id: str
     keys: Sequence[PageKey]
@@ -55,12 +55,12 @@ class Load:
 
     @property
     def begun(self) -> bool:
-        """Whether nothing more of it is to be started."""
+        """Whether no further part of it will be started."""
         return self.short or self.void or self.started == len(self.keys)
 
 
 class Loads:
-    """All loads that vLLM waits for. Each is told of exactly once, as loaded or as failed; also of aborted requests."""
+    """All loads that vLLM waits for. Each is reported exactly once, as loaded or failed, also for aborted requests."""
 
     def __init__(self, store: TierStore, timeout_s: float) -> None:
         self.into: set[int] = set()
@@ -75,19 +75,19 @@ class Loads:
     def want(
         self, request_id: str, keys: Sequence[PageKey], blocks: Sequence[int], starts: Sequence[int]
     ) -> None:
-        """A request waits for these pages in these blocks, which are its own until it is told."""
+        """Load these pages into the request's blocks, which belong to the load until it is reported."""
         load = Load(request_id, keys, tuple(blocks), tuple(starts))
         self._loads.append(load)
         self._unseen += load.blocks
         self.into.update(load.blocks)
 
     def fresh_blocks(self) -> list[int]:
-        """Blocks of loads wanted since the last call: nobody may have copies out of them when they start."""
+        """Return blocks of loads wanted since the last call. No copy may still read them when the loads start."""
         blocks, self._unseen = self._unseen, []
         return blocks
 
     def start(self, busy: Set[int], idle: bool) -> None:
-        """Starts pieces of loads, oldest first; those whose blocks are ``busy`` with copies out wait.
+        """Start parts of loads, oldest first. Loads wait while copies read their blocks (``busy``).
 
         ``idle``: the step computes nothing.
         """
@@ -105,7 +105,7 @@ class Loads:
                 left -= len(keys)
 
     def settle(self) -> list[Load]:
-        """Ends the loads that are final; those that have failed."""
+        """End the loads that are final. Returns those that have failed."""
         running: list[Load] = []
         failed: list[Load] = []
         for load in self._loads:
@@ -125,38 +125,38 @@ class Loads:
         return failed
 
     def take_loaded(self) -> set[str]:
-        """Requests whose pages are all there, each once."""
+        """Return requests whose pages have all arrived, once each."""
         loaded, self._loaded = self._loaded, set()
         return loaded
 
     def take_failed(self) -> dict[str, tuple[int, ...]]:
-        """Requests that lack pages, each once, with the blocks that hold nothing."""
+        """Return requests that lack pages, once each, with the blocks that hold nothing."""
         failed, self._failed = self._failed, {}
         return failed
 
     @property
     def waits(self) -> bool:
-        """Whether vLLM waits for a load, or is to be told of one."""
+        """Whether vLLM waits for a load, or is still to be told about one."""
         return bool(self._loads or self._loaded or self._failed)
 
     @property
     def writing(self) -> set[int]:
-        """Blocks that loads under way write."""
+        """Blocks that loads in flight write."""
         return {block for load in self._loads for block in load.blocks[: load.started]}
 
     def of(self, request_id: str) -> bool:
-        """Whether a load of this request has not been told of."""
+        """Return whether a load of this request has not been reported."""
         known = request_id in self._loaded or request_id in self._failed
         return known or any(load.request_id == request_id for load in self._loads)
 
     def void(self) -> None:
-        """What comes by loads under way is not what is wanted any more: they fail."""
+        """Fail all loads in flight, because their content is no longer wanted."""
         for load in self._loads:
             load.void = True
 
 
 def _end_pieces(load: Load) -> None:
-    """Each when it is final: all of them at the end would hold up the request by as much."""
+    """Release each part when it is final; releasing all of them at the end would delay the request."""
     while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
         lease = load.leases.popleft()
         lease.release()
@@ -173,8 +173,9 @@ _MOST_BEHIND = 4
 
 
 class DiskPrefetch:
-    """The queued requests whose pages are wanted in host memory. ``most``: pages in flight at once; ``room``: all that
-    host memory holds. A step at a time, in the scheduler's thread.
+    """The queued requests whose pages are wanted in host memory. For the scheduler's thread, step by step.
+
+    ``most``: limit of pages in flight. ``room``: number of pages that host memory holds.
     """
 
     def __init__(
@@ -194,10 +195,10 @@ class DiskPrefetch:
     def want(
         self, request_id: str, keys: Sequence[PageKey], local: int, hints: RequestHints = NO_HINTS
     ) -> None:
-        """A request was queued; the engine itself holds its first ``local`` pages now.
+        """Add a queued request, of which the engine itself holds the first ``local`` pages.
 
-        It is expected to start now, and so after all that came before, unless ``hints`` says something else. What
-        host memory has no room for besides its other pages is not waited for: it never comes.
+        It is expected to start now, after all requests before it, unless ``hints`` says otherwise. Pages for which host
+        memory has no space beside its other pages are not waited for.
         """
         found = self._store.match(keys[local:])
         end = local + min(found.num_pages, self._room)
@@ -216,12 +217,12 @@ class DiskPrefetch:
             self._promote(hint, end - local, self._clock() + hints.starts_in_s)
 
     def over(self, request_id: str) -> None:
-        """The request loads its pages now, or has gone."""
+        """Remove a request that loads its pages now, or is gone."""
         if self._forget(request_id):
             self._store.hint(Hint(request_id, next(self._revisions), ()))
 
     def behind(self, request_id: str) -> None:
-        """The request computes its pages itself: they come up after all that are waited for, for whoever asks next."""
+        """Prefetch the pages of a request that computes them itself after all others, for the next request."""
         hint = self._queue.get(request_id)
         if hint is None or request_id in self._behind:
             return
@@ -235,11 +236,11 @@ class DiskPrefetch:
 
     @property
     def waits(self) -> bool:
-        """Whether pages are still to come up for which no request waits."""
+        """Whether pages for which no request waits are still to be prefetched."""
         return bool(self._behind)
 
     def coming(self, request_id: str) -> bool:
-        """Whether pages of the request are still on their way up."""
+        """Return whether pages of the request are still in flight."""
         hint = self._queue.get(request_id)
         if hint is None:
             return False
@@ -247,7 +248,7 @@ class DiskPrefetch:
         return self._promotions.left(hint) > 0 or self._below_memory(self._store.match(last).tiers)
 
     def advance(self) -> None:
-        """Starts what there is room for, for who is needed soonest first."""
+        """Start what there is space for, the most urgent first."""
         if not self._queue:
             return
         self._store.take_hints()
@@ -268,5 +269,5 @@ class DiskPrefetch:
         return hint is not None
 
     def _below_memory(self, tiers: Sequence[Tier]) -> bool:
-        """Whether one of these tiers keeps pages as records, which have to be read."""
+        """Return whether one of these tiers keeps pages as records, which must be read."""
         return not self._memory.issuperset(tiers)
