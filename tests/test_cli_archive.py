@@ -179,9 +179,9 @@ def test_a_damaged_file_is_refused_or_imported_in_part_with_the_page_named(tmp_p
     assert result.returncode == 1
     report = last_line(result)
     assert (report["ok"], report["pages"]) == (False, 3)
-    assert report["damaged"] == [[KEYS[3].hex(), "checksum differs"]]
+    assert report["damaged"] == [[KEYS[3].hex(), "the record does not match its checksum"]]
     assert report["orphans"] == [key.hex() for key in KEYS[4:]]
-    assert f"damaged: {KEYS[3].hex()}: checksum differs" in result.stdout
+    assert f"damaged: {KEYS[3].hex()}: the record does not match its checksum" in result.stdout
     out.write_bytes(raw[:-5])
     result = tierstore("import", "--config", configured(tmp_path, "three"), out, "--json")
     assert result.returncode == 2

@@ -176,7 +176,7 @@ class Lease:
 
     def _require_open(self, verb: str) -> None:
         if self._record.released:
-            raise LeaseError(f"{verb} of a released lease")
+            raise LeaseError(f"{verb}: the lease was released already")
 
 
 def require_event(after: object) -> None:
@@ -189,7 +189,7 @@ def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
     """Return the record behind an open lease of this host. LeaseError if it was released or is another store's."""
     lease._require_open("put under")
     if lease._host is not host:
-        raise LeaseError("put under a lease of another store")
+        raise LeaseError("the lease belongs to another store")
     return lease._record
 
 
@@ -330,7 +330,7 @@ class LeaseHost:
                     record.told |= bool(writers) or record.state is LeaseState.PENDING
                     self._pump.metrics.waited(monotonic() - start)
                     return as_one(writers if arriving.event is None else [*writers, arriving.event])
-        raise TimeoutError(f"layer {layer} of the leased pages was not on its way in time")
+        raise TimeoutError(f"timed out waiting for layer {layer} of the leased pages")
 
     def _arriving(self, record: LeaseRecord, layer: int) -> Arriving:
         if record.state is not LeaseState.PENDING:

@@ -159,7 +159,7 @@ class LiveSink:
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:
             if head.parent is not None and not self.reaches(head.parent):
-                raise CapacityError("the page before it had to make room")
+                raise CapacityError("the page before it was evicted to make room")
             self._pool.write(slots[0], page)
         except BaseException:
             self._slots.free(slots, None)

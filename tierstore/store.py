@@ -79,7 +79,7 @@ class OwnSlots:
                 return slots
         with self._pump.lock, self._pump.guard:
             occupied = metrics.occupancy(self._directory, Tier.HBM)
-        raise CapacityError(f"{n} HBM pages were not to be had within {timeout_s} s: {occupied}")
+        raise CapacityError(f"timed out after {timeout_s} s waiting for {n} free HBM pages ({occupied})")
 
     def put(
         self,

@@ -201,5 +201,5 @@ def test_adapters_named_for_the_offloading_tier_are_told_apart_by_their_files(tm
     one, two = (Path(train(tmp_path / name, name.encode())) for name in ("one", "two"))
     assert adapters_digest([one, two]) == adapters_digest([two, one]) != adapters_digest([one])
     assert adapters_digest([]) == ""
-    with pytest.raises(ConfigError, match=r"adapters: .*gone is no folder with adapter files"):
+    with pytest.raises(ConfigError, match=r"adapters: .*gone is not a folder with readable adapter files"):
         adapters_digest([tmp_path / "gone"])

@@ -302,7 +302,7 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, payload: str) ->
         if needle in raw:
             path.write_bytes(raw.replace(needle, needle[:-1] + bytes([needle[-1] ^ 1])))
     done = export(tmp_path / "one", tmp_path / "x.tier")
-    assert done.missing == ((keys[4], "checksum differs"),)
+    assert done.missing == ((keys[4], "the record does not match its checksum"),)
     got = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
     assert (got.pages, got.orphans) == (4, tuple(keys[5:]))
 

@@ -345,7 +345,10 @@ def test_a_damaged_page_costs_a_running_store_it_and_what_follows(tmp_path: Path
     (tmp_path / "x.tier").write_bytes(raw)
     with open_store(4, None, None) as store:
         done = run(store.import_pages(tmp_path / "x.tier"))
-        assert (done.damaged, done.orphans) == (((keys[2], "checksum differs"),), (keys[3],))
+        assert (done.damaged, done.orphans) == (
+            ((keys[2], "the record does not match its checksum"),),
+            (keys[3],),
+        )
         assert read(store, keys) == 2
         slots = store.allocate(1)
         fill(store, [keys[2]], slots)

@@ -155,7 +155,7 @@ def test_a_tree_that_is_cut_is_told_without_a_signal(home: Path) -> None:
     os.truncate(data, 3 * 4096)  # what the look at its length would have found
     fault = walk_apart(data.parent, timeout_s=60.0).fault
     assert fault is not None
-    assert fault.endswith("is cut")
+    assert fault.endswith("is truncated")
 
 
 @both

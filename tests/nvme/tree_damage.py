@@ -114,15 +114,15 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     ),
     "a free list of other keys": (
         lambda hurt: hurt.number("<H", hurt.meta() + 16 + 24 + 4, lambda n: 0),
-        "of another kind",
+        "has the wrong type",
     ),
     "a tree of another kind": (
         lambda hurt: hurt.number("<H", _tree(hurt, b"catalogue") + 4, lambda n: 4),
-        "of another kind",
+        "has the wrong type",
     ),
     "a tree that is deeper": (
         lambda hurt: hurt.number("<H", _tree(hurt, b"catalogue") + 6, lambda n: n + 1),
-        "no such page",
+        "has another page number or type",
     ),
     "a tree with more records": (
         lambda hurt: hurt.number("<Q", _tree(hurt, b"catalogue") + 32, lambda n: n + 1),
@@ -134,11 +134,11 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     ),
     "a tree that is no tree": (
         lambda hurt: hurt.number("<H", hurt.node(hurt.page("names")) + 4, lambda n: 0),
-        "is no tree",
+        "is not a tree",
     ),
     "an entry that LMDB takes for a tree": (
         lambda hurt: hurt.number("<H", hurt.node(hurt.page("catalogue"), 1) + 4, lambda n: 4),
-        "none of it",
+        "has an invalid node",
     ),
     "a leaf over another": (_exchange, "out of order"),
     "a branch whose child is another's": (

@@ -182,7 +182,9 @@ class Slots:
             self._extents[number] = blocks
             for end, first in zip(ends, firsts, strict=True):
                 if first < end:
-                    raise IntegrityError(f"two records in one place of extent file {number}, or one outside")
+                    raise IntegrityError(
+                        f"records of extent file {number} overlap, or one lies outside the file"
+                    )
                 if first > end:
                     self._runs.give(number << 32 | end, first - end)
 

@@ -227,7 +227,7 @@ class PageCount:
         main = _tree(self._meta.main, 0, _NAMES)
         for key, raw, flags in self._whole(main, _NAMES):
             if flags != _SUBTREE or len(raw) != TREE_NBYTES:
-                raise Damaged(f"{key!r} is no tree")
+                raise Damaged(f"{key!r} is not a tree")
             found[key] = _tree(raw, 0, repr(key))
         return found
 
@@ -246,7 +246,7 @@ class PageCount:
         """Account for the pages of a tree and its values, and check the values."""
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
-                raise Damaged(f"{key!r} of the {name} is no plain value")
+                raise Damaged(f"{key!r} of the {name} is not a plain value")
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
         """Yield key and value together, in order, of a tree with fixed sizes KEY_NBYTES and ENTRY_NBYTES."""
@@ -256,7 +256,7 @@ class PageCount:
             steps = list(range(upper, self._block, _ENTRY_STEP))
             whole = len(steps) * _ENTRY_STEP == self._block - upper and sorted(offsets) == steps
             if not whole or any(raw[at : at + NODE.size] != _ENTRY_NODE for at in steps):
-                raise Damaged(f"page {part.page} of the {name} has a node that is none of it")
+                raise Damaged(f"page {part.page} of the {name} has an invalid node")
             records = [raw[at + NODE.size : at + _ENTRY_STEP] for at in offsets]
             _check_order([record[:KEY_NBYTES] for record in records], part, name)
             count += len(records)
@@ -276,7 +276,7 @@ class PageCount:
             for key, nbytes, flags, at, raw in nodes:
                 first = 0
                 if flags & ~_BIG:
-                    raise Damaged(f"{key!r} of the {name} is no plain value")
+                    raise Damaged(f"{key!r} of the {name} is not a plain value")
                 if flags & _BIG:
                     first = int.from_bytes(raw[at : at + 8], "little")
                     self._take_value(first, nbytes, name)
@@ -300,7 +300,7 @@ class PageCount:
         self._take_value(first, nbytes, name)
         value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
         if len(value) < nbytes:
-            raise Damaged(f"a large value of the {name} is cut")
+            raise Damaged(f"a large value of the {name} is truncated")
         return value
 
     def _take_value(self, first: int, nbytes: int, name: str) -> None:
@@ -311,11 +311,11 @@ class PageCount:
         self._take(first, self._length(nbytes), name)
         header = os.pread(self._fd, HEADER.size, first * self._block)
         if len(header) < HEADER.size:
-            raise Damaged(f"a large value of the {name} is cut")
+            raise Damaged(f"a large value of the {name} is truncated")
         own, _, flags, lower, upper = HEADER.unpack(header)
         more = (lower | upper << 16) - self._length(nbytes)
         if own != first or flags != _OVERFLOW or more < 0:
-            raise Damaged(f"page {first} of the {name} is no value")
+            raise Damaged(f"page {first} of the {name} is not a value")
         if more:
             self._take(first + self._length(nbytes), more, name)
 
@@ -398,17 +398,17 @@ class PageCount:
         """Return a page, the offsets of its nodes in key order, and the first node's offset."""
         raw = os.pread(self._fd, self._block, number * self._block)
         if len(raw) < self._block:
-            raise Damaged(f"page {number} of the {name} is cut")
+            raise Damaged(f"page {number} of the {name} is truncated")
         own, _, flags, lower, upper = HEADER.unpack_from(raw)
         if own != number or flags != kind or lower % 2 or not HEADER.size < lower <= upper < len(raw):
-            raise Damaged(f"page {number} of the {name} is no such page")
+            raise Damaged(f"page {number} of the {name} has another page number or type")
         return raw, struct.unpack_from(f"<{(lower - HEADER.size) // 2}H", raw, HEADER.size), upper
 
 
 def _tree(raw: bytes, flags: int, name: str, *, pad: int = 0) -> Tree:
     tree = Tree.of(raw)
     if (tree.pad, tree.flags) != (pad, flags):
-        raise Damaged(f"the {name} is of another kind")
+        raise Damaged(f"the {name} has the wrong type")
     return tree
 
 

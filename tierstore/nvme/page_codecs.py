@@ -134,7 +134,7 @@ class Decoders:
         wanted = out.nbytes if self._form is None else self._form.layout.blob_nbytes
         stored = out.nbytes if self._form is None else self._form.payload_nbytes
         if (head.raw_nbytes, head.stored_nbytes) != (wanted, stored):
-            raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {wanted}")
+            raise IntegrityError(f"the record's page has {head.raw_nbytes} bytes, expected {wanted}")
 
     def _repack(self, form: HostFormat, head: Head, payload: Bytes, slot: Bytes) -> None:
         squeezed = f"{form.codec}+zstd"
@@ -146,4 +146,6 @@ class Decoders:
         page = self._packer.page
         record_format.decode(head, payload, page, self.of(head.codec))
         if not self._packer.pack(page, slot):
-            raise UnfitError(f"numbers that {form.codec!r}, the codec of host memory, cannot state")
+            raise UnfitError(
+                f"the page has numbers that {form.codec!r}, the codec of host memory, cannot represent"
+            )

@@ -109,7 +109,7 @@ def seal(head: Head, payload: NDArray[np.uint8]) -> bytes:
     if len(head.fingerprint) != 32 or len(head.key) != KEY_NBYTES:
         raise ValueError("a head needs a fingerprint of 32 and a key of 36 bytes")
     if head.parent is not None and len(head.parent) != KEY_NBYTES:
-        raise ValueError("a parent is a key of 36 bytes")
+        raise ValueError("a parent must be a key of 36 bytes")
     fields = _FIELDS.pack(
         _MAGIC,
         FORMAT_VERSION,
@@ -219,22 +219,24 @@ def verify(
     raw = bytes(head)
     found = parse(raw)
     if found.stored_nbytes != payload.nbytes:
-        raise IntegrityError(f"payload of {payload.nbytes} bytes where the head says {found.stored_nbytes}")
+        raise IntegrityError(
+            f"the payload has {payload.nbytes} bytes, but the head says {found.stored_nbytes}"
+        )
     if _checksum(raw[:_SUMMED], payload) != raw[_SUMMED:]:
-        raise IntegrityError("checksum differs")
+        raise IntegrityError("the record does not match its checksum")
     if found.fingerprint != fingerprint:
-        raise IntegrityError("record of another fingerprint")
+        raise IntegrityError("the record belongs to another fingerprint")
     if found.key != key:
-        raise IntegrityError("record of another key")
+        raise IntegrityError("the record belongs to another key")
     if found.generation != generation:
-        raise IntegrityError("record of another generation")
+        raise IntegrityError("the record belongs to another generation")
     return found
 
 
 def parse(raw: bytes) -> Head:
     """Decode a head's fields without verifying its checksum. IntegrityError if it cannot be a head of this format."""
     if len(raw) != HEAD_NBYTES:
-        raise IntegrityError(f"head of {len(raw)} bytes, not {HEAD_NBYTES}")
+        raise IntegrityError(f"the head has {len(raw)} bytes, expected {HEAD_NBYTES}")
     magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent, generation = (
         _FIELDS.unpack_from(raw)
     )
@@ -245,7 +247,7 @@ def parse(raw: bytes) -> Head:
         not ((plain and raw_nbytes == stored_nbytes) or (encoded and raw_nbytes > stored_nbytes))
         or has_parent > 1
     ):
-        raise IntegrityError("fields that no writer of this format makes")
+        raise IntegrityError("the head has fields that no writer of this format makes")
     return Head(
         fingerprint=fingerprint,
         key=PageKey(key),

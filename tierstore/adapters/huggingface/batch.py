@@ -147,7 +147,9 @@ class PagedBatch:
             ValueError: ``indices`` is empty or names a row that does not exist. Nothing changes.
         """
         if not indices or not all(0 <= index < len(self.rows) for index in indices):
-            raise ValueError(f"rows must be at least one of 0 to {len(self.rows) - 1}, got {list(indices)}")
+            raise ValueError(
+                f"indices must name at least one row, from 0 to {len(self.rows) - 1}, got {list(indices)}"
+            )
         if list(indices) == list(range(len(self.rows))):
             return
         self.settle()

@@ -262,7 +262,7 @@ class PagedCache(Cache):
         """Forget the last ``-tokens_to_remove`` tokens. transformers passes a count that is zero or negative."""
         count = int(tokens_to_remove)
         if count > 0:
-            raise ValueError(f"crop takes the negative count of tokens to remove, not {count}")
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {count}")
         if count:
             self.batch.crop(self._number, -count)
 
@@ -288,7 +288,7 @@ class PagedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Raise TypeError: the cache cannot be copied."""
         raise TypeError(
-            "a TierStoreCache cannot be copied: open another one for the prompt, what is stored is shared"
+            "a TierStoreCache cannot be copied: open another one for the prompt, which reuses the stored pages"
         )
 
     def close(self) -> None:
@@ -556,7 +556,7 @@ class TierStoreCache(PagedCache):
             for each in models:
                 check_tokens(each, prompts)
             if tail is not None and len(prompts) != 1:
-                raise ValueError(f"a tail goes on one prompt, not {len(prompts)}")
+                raise ValueError(f"tail continues a single prompt, got {len(prompts)} prompts")
             extra = tuple(extra)
             weights, changed = weights_now(
                 store, models, told=any(not isinstance(item, tuple) for item in extra)

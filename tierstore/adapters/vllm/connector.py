@@ -238,7 +238,9 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def unregister_kv_caches(self) -> None:
         """Release the engine's memory until it wakes up (vLLM 0.33). TimeoutError while a copy accesses it."""
         if self._worker is not None and not self._worker.rest():
-            raise TimeoutError("copies out of the engine's KV memory have not ended; it cannot go away")
+            raise TimeoutError(
+                "copies out of the engine's KV memory have not ended, so it cannot go away yet"
+            )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this worker has opened."""

@@ -120,7 +120,7 @@ def _with(hints: RequestHints, action: Any) -> RequestHints:
         return replace(hints, starts_in_s=_number(payload, "deadline_s", 0.0), priority=int(priority))
     keep_s = _number(payload, "ttl_s", 0.0)
     if not keep_s:
-        raise ValueError("tierstore.retain without a ttl_s above 0: nothing is kept for ever")
+        raise ValueError("tierstore.retain needs a ttl_s above 0: pages cannot be retained forever")
     return replace(hints, after="retain", keep_s=keep_s, keep_priority=int(priority))
 
 

@@ -311,7 +311,7 @@ def adapters_digest(folders: Sequence[Path]) -> str:
         digest = None if signature is None else _digest(folder, signature)
         if digest is None:
             raise ConfigError(
-                f"adapters: {folder} is no folder with adapter files that can be read; give folders of LoRA adapters"
+                f"adapters: {folder} is not a folder with readable adapter files; name folders of LoRA adapters"
             )
         found.append(digest)
     return sha256("".join(sorted(found)).encode()).hexdigest() if found else ""
