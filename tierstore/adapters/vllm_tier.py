@@ -42,15 +42,22 @@ _CODED = ("bfloat16", "float16")
 
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """``config``: a YAML file or a mapping, of which the section ``nvme`` counts.
+    """The NVMe tier as a secondary tier of vLLM's offloading.
 
-    ``model`` must change when equal tokens would give other KV; None: the name that vLLM was given and, of a folder,
-    samples of its weights. ``adapters``: the folders of all LoRA adapters that are served. The tier sees vLLM's hashes
-    only, which name an adapter and not its weights: with their files in the identity, an adapter trained anew begins
-    another directory at the next start. ``enable_kv_events``: publish what is stored and what leaves.
+    One engine at a time uses the directory; data-parallel engines each have their own part of it. Called in the
+    scheduler's process, under the tiering manager's lock.
 
-    One engine at a time has the directory; of data-parallel engines each has its own part of it. ConfigError for what
-    cannot be had. Called in the scheduler's process, under the tiering manager's lock.
+    Args:
+        config: A YAML file or a mapping, of which only the section ``nvme`` is used.
+        model: Must change when equal tokens would give other KV. None: the name that vLLM was given and, for a folder,
+            samples of its weights.
+        adapters: Folders of all LoRA adapters that are served. The tier sees only vLLM's hashes, which name an adapter
+            but not its weights. With the adapters' files in the identity, a newly trained adapter begins another
+            directory at the next start.
+        enable_kv_events: Publish which chunks are stored and removed.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
     """
 
     medium = Medium.STORAGE

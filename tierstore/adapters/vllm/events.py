@@ -1,6 +1,6 @@
-"""What became readable in host memory and on disk, and what went: for whoever routes requests to where their pages are.
+"""Pages that became readable in host memory and on disk, or were removed, for routers that follow pages.
 
-Only of pages that this process stored: of those that an earlier one left on disk the tokens are not known.
+Only pages that this process stored are reported: the tokens of pages that an earlier one left on disk are unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A block became readable in a tier, or left it."""
+    """A block became readable in a tier, or was removed from it."""
 
     block: Block
     tier: Tier
@@ -41,7 +41,7 @@ class Change:
 
 
 class Events:
-    """The changes since they were last taken, in their order: a page that moves down is first there, then gone here."""
+    """Changes since the last ``take``, in order: a page that moves down first appears there and then leaves here."""
 
     def __init__(self) -> None:
         self._coming: OrderedDict[PageKey, Block] = OrderedDict()
@@ -51,7 +51,7 @@ class Events:
         """Changes that nobody took in time."""
 
     def learn(self, request: Any, keys: Sequence[PageKey], first: int, group: Group) -> None:
-        """These are to be stored: blocks of the request from number ``first`` on."""
+        """Note that these blocks of the request, from number ``first`` on, are to be stored."""
         hashes, size, stride = request.block_hashes, group.block_size, group.stride
         lora = getattr(request, "lora_request", None)
         # Also what is held: that it has left may not have been told yet.
@@ -64,14 +64,14 @@ class Events:
             self._coming.popitem(last=False)
 
     def note(self, change: PageChange) -> None:
-        """A page came to a tier, or left it."""
+        """Note that a page came to a tier or left it."""
         if change.came:
             self._came(change.key, change.tier)
         else:
             self._left(change.key, change.tier)
 
     def take(self) -> list[Change]:
-        """What changed since the last call."""
+        """Return what changed since the last call."""
         changes, self._changes = self._changes, []
         return changes
 

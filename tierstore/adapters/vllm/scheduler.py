@@ -1,8 +1,8 @@
-"""The half beside vLLM's scheduler: it knows what there is, decides what moves, and gives every step its orders.
+"""The half beside vLLM's scheduler: it knows what is stored, decides what moves, and gives every step its orders.
 
-One thread, the scheduler's; nothing blocks, nothing is read or copied here. Its decisions are plain data (``Orders``),
-and so is what became of them (``Report``). ``Tiers`` is the store of all workers as this half sees it, whose bytes are
-elsewhere; it exists once all workers have said hello.
+One thread, the scheduler's; nothing blocks, and nothing is read or copied here. Its decisions (``Orders``) and their
+results (``Report``) are plain data. ``Tiers`` is the store of all workers as this half sees it, whose bytes are
+elsewhere; it exists once all workers have sent their first message.
 """
 
 from __future__ import annotations
@@ -102,38 +102,38 @@ class Tiers:
 
     @property
     def moving(self) -> bool:
-        """Whether something is on its way, or is to be."""
+        """Whether something is in flight, or will be."""
         directory = self.parts.directory
         moves = self.ranks.waiting or self.stores.waiting or directory.busy()
         coming = self.disk_prefetch is not None and self.disk_prefetch.waits
         return moves or coming or directory.writeback.next_spill is not None
 
     def counted(self) -> dict[str, dict[str, float]]:
-        """Counters and gauges by their names in ``metrics``."""
+        """Return counters and gauges by their names in ``metrics``."""
         self.take_back()
         self.store.stats()  # it brings the gauges up to date
         left = {tier.name: float(self.hits.left) for tier in self.parts.directory.hierarchy.records[:1]}
         return {**self.store.metrics.snapshot(), "left_pages": left}
 
     def take_back(self) -> None:
-        """Advance the store, and take back the blocks that it reads no more."""
+        """Advance the store, and take back the blocks that it no longer reads."""
         self.stores.returned(self.store.poll())
 
     def forget(self) -> None:
-        """Nothing stored so far is found again, and what loads are bringing counts as failed."""
+        """Forget everything stored so far. Loads in flight count as failed."""
         self.stores.forget()
         self.loads.void()
         self.store.clear()
         self.take_back()
 
     def check(self) -> None:
-        """AssertionError naming the first invariant that does not hold."""
+        """Check every invariant. AssertionError names the first violation."""
         self.store.check()
         self.stores.check(self.loads.writing)
 
 
 def _most_ahead(config: StoreConfig, hello: Hello) -> int:
-    """Pages under way at once, as the prefetch section or its defaults have it."""
+    """Return the limit of pages in flight from the prefetch section, or its default."""
     limits = config.prefetch or PrefetchConfig()
     return min(limits.pages_of_host(hello.host_slots), limits.pages_in_flight(hello.spec.page_nbytes))
 
@@ -194,7 +194,7 @@ class SchedulerHalf:
         )
 
     def meet(self, hellos: Sequence[Hello]) -> None:
-        """All workers are open. ConfigError unless they have opened the same."""
+        """Process the workers' first messages. ConfigError unless they have opened the same."""
         self._tiers = Tiers.of(self._terms, hellos, self._compute_rate, self._events)
         self._metrics = MetricsReader(self._tiers.counted)
 
@@ -202,7 +202,7 @@ class SchedulerHalf:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it counts what of a queued request the engine holds."""
+        """Whether it needs to know what the engine holds of queued requests."""
         return self._tiers is not None and self._tiers.disk_prefetch is not None
 
     def arrived(self, request: Request, local: int = 0) -> None:
@@ -245,12 +245,12 @@ class SchedulerHalf:
         return tiers.hits.tokens(known, computed, len(self._known) - 1)
 
     def sources(self, request: Request, tokens: int) -> dict[Tier, int]:
-        """Where the tokens of the offer taken last come from."""
+        """Return where the tokens of the last accepted offer come from."""
         known = self._known.get(request.request_id)
         return {} if known is None or known.taken is None else known.taken.up_to(tokens).sources
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """vLLM has taken the offer: ``tokens`` of it are to be loaded into the request's blocks, by group."""
+        """Note that vLLM accepted the offer: ``tokens`` of it are to be loaded into the request's blocks, by group."""
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or known.lookup is None or not tokens:
             return
@@ -283,7 +283,7 @@ class SchedulerHalf:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def orders(self, steps: Iterable[Step]) -> Orders:
-        """What the workers do in the step that is about to run."""
+        """Return what the workers must do in the step that is about to run."""
         tiers = self._tiers
         if tiers is None:
             return Orders()
@@ -313,7 +313,7 @@ class SchedulerHalf:
         return Orders(fence, before, after, failed, answer, idle, self._number)
 
     def heard(self, report: Report | None) -> set[str]:
-        """What the workers have done; the requests whose loads have ended well by now."""
+        """Process the workers' report. Returns requests whose loads have succeeded."""
         tiers = self._tiers
         if tiers is None:
             return set()
@@ -341,9 +341,9 @@ class SchedulerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Nothing stored so far is offered again: the weights have changed, or somebody wants it gone.
+        """Stop offering what is stored so far: the weights have changed, or a user wants it gone.
 
-        An offer that vLLM may still take is not forgotten: it waits for the load then, and is told that it failed.
+        An offer that vLLM may still accept is remembered: it then waits for the load and is told that it failed.
         """
         if self._tiers is None:
             return
@@ -362,25 +362,25 @@ class SchedulerHalf:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no copy out of the engine's blocks, or into them, is under way or ordered, as far as was heard."""
+        """Return whether no copy out of or into the engine's blocks is in flight or ordered, as far as reported."""
         tiers = self._tiers
         return tiers is None or not (tiers.stores.busy or tiers.loads.into)
 
     def check(self) -> None:
-        """AssertionError naming the first invariant that does not hold."""
+        """Check every invariant. AssertionError names the first violation."""
         if self._tiers is not None:
             self._tiers.check()
 
     def stats(self) -> dict[str, object]:
-        """As ``TierStore.stats``; empty before the workers have said hello."""
+        """Return the same as ``TierStore.stats``; empty before the workers' first messages."""
         return {} if self._tiers is None else self._tiers.store.stats()
 
     def figures(self) -> dict[str, dict[str, float]] | None:
-        """What was counted since the last look, once a second at most."""
+        """Return what was counted since the last call, at most once a second."""
         return None if self._metrics is None else self._metrics.take()
 
     def close(self) -> None:
-        """Ends it. What only host memory holds is lost with the workers."""
+        """Close this half. What only host memory holds is lost with the workers."""
         if self._tiers is not None:
             self._tiers.store.close(timeout_s=0)
 
@@ -399,14 +399,14 @@ class SchedulerHalf:
                 self._adapters.runs(known.adapter)
 
     def _is_of_its_adapter(self, known: RequestState, *, look: bool = False) -> bool:
-        """Whether the request computes what its keys say. ``look``: at the adapter's files."""
+        """Return whether the request computes what its keys say. ``look``: check the adapter's files, too."""
         return known.adapter is None or self._adapters.holds(known.adapter, look=look)
 
     def _settle(self, tiers: Tiers) -> None:
-        """Ends loads. Of one group of full attention vLLM goes on behind what has arrived.
+        """End loads. With one group of full attention, vLLM continues after what has arrived.
 
-        Else it gives all blocks back, and keeps them reserved for the request: a second load of its own would have to
-        find room beside them, which on a small pool is never there. So it computes all of it.
+        Otherwise it gives all blocks back but keeps them reserved for the request. A second load would need space
+        beside them, which a small pool never has, so the request is computed completely.
         """
         for load in tiers.loads.settle():
             known = self._known.get(load.request_id)

@@ -1,7 +1,8 @@
 """The half in a worker: the tiers' bytes and the engine's tensors. It does what the scheduler's half orders.
 
-Calls come from the worker's thread, once a step: ``begin``, ``go``, ``end``, ``report``. No decision is made here.
-``CommandQueue`` hands commands to the mover, some only once the engine has got there, and keeps what is open.
+Calls come from the worker's thread, once per step: ``begin``, ``go``, ``end``, ``report``. No decision is made here.
+``CommandQueue`` passes commands to the mover, some only once the engine has reached a point, and remembers what is
+open.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _POLL_S = 0.001
 
 
 class CommandQueue:
-    """One mover's intake and its acks. Any thread.
+    """The commands of one mover and their acks. Thread-safe.
 
-    Where the device tells of an end only when asked, a thread asks while something is on its way: steps of the engine
-    may take long. Without such a device there is no thread.
+    If the device reports the end of a copy only when polled, a thread polls while something is in flight, because steps
+    of the engine may take long. Otherwise there is no thread.
     """
 
     def __init__(self, mover: Mover, wakeup: Wakeup) -> None:
@@ -62,7 +63,7 @@ class CommandQueue:
         """Unexpected errors of its thread; each was logged."""
 
     def submit(self, command: Transfer | Erase, after: Event | None = None) -> None:
-        """Starts it once ``after`` has happened; those that wait start in their order. Never blocks."""
+        """Start a command once ``after`` has happened. Waiting commands start in order. Never blocks."""
         with self._turn:
             if isinstance(command, Erase):
                 self._mover.submit(command)
@@ -76,12 +77,12 @@ class CommandQueue:
                 self._watch()
 
     def advance(self) -> None:
-        """Starts what may start, takes in what has ended."""
+        """Start commands that may start, and process those that have ended."""
         with self._turn:
             self._advance()
 
     def take(self) -> list[Ack]:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
         with self._turn:
             self._advance()
             acks, self._acks = self._acks, []
@@ -94,28 +95,28 @@ class CommandQueue:
 
     @property
     def at_engine(self) -> bool:
-        """Whether a copy out of the engine's blocks, or into them, has not ended."""
+        """Return whether a copy out of or into the engine's blocks has not ended."""
         with self._turn:
             return any(Tier.HBM in (t.src, t.dst) for t in self._open.values())
 
     def reads(self, slots: Set[int]) -> bool:
-        """Whether a copy out of one of these blocks of the engine's has not ended."""
+        """Return whether a copy out of one of these blocks has not ended."""
         with self._turn:
             return any(t.src == Tier.HBM and not slots.isdisjoint(t.src_slots) for t in self._open.values())
 
     def pause(self, at_most_s: float) -> float:
-        """How long to sleep before ``advance`` may find something that wakes nobody."""
+        """Return how long to sleep before ``advance`` may find something that wakes nobody."""
         return _POLL_S if self._queue or self._mover.polled else at_most_s
 
     def check(self) -> None:
-        """AssertionError unless everything that waits is open."""
+        """Raise AssertionError unless everything that waits is open."""
         with self._turn:
             strange = [t.id for _, t in self._queue if t.id not in self._open]
         if strange:
             raise AssertionError(f"transfers {strange} wait to be started and are not open")
 
     def close(self, timeout_s: float) -> bool:
-        """Starts nothing more, ends the mover; whether all its threads ended in time."""
+        """Start nothing more, and end the mover. Returns whether all its threads ended in time."""
         with self._turn:
             self._closing = True
             self._queue.clear()
@@ -169,10 +170,10 @@ _REST_S = 30.0
 
 
 class WorkerHalf:
-    """Opened tiers of one rank, and the engine's tensors there."""
+    """The opened tiers of one rank, and the engine's tensors there."""
 
     def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
-        """Takes over opened parts, whose threads call ``wakeup``; use ``open``."""
+        """Take over opened parts, whose threads call ``wakeup``. Use ``open``."""
         assert parts.arena is not None
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (kv_layout.pages,))
@@ -208,7 +209,7 @@ class WorkerHalf:
 
     @classmethod
     def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
-        """Opens the tiers; ConfigError as ``TierStore.open`` has it, with nothing changed."""
+        """Open the tiers. ConfigError as for ``TierStore.open``, with nothing changed."""
         wakeup = Wakeup()
         half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
         if config.nvme is not None:
@@ -220,9 +221,9 @@ class WorkerHalf:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """Before anything of the step may write KV: ends the copies out of blocks that it overwrites.
+        """End copies out of the blocks that the step overwrites, before it may write KV.
 
-        Waits for these copies: they are on their way, and short.
+        Waits for these copies, which are in flight and short.
         """
         self._now = [*self._later, *orders.before]
         self._launched = self._last_use(None) if self._now else None
@@ -236,21 +237,21 @@ class WorkerHalf:
             self._wait_for(fenced)
 
     def go(self) -> None:
-        """The step's loads and what moves below HBM."""
+        """Start the step's loads, and the transfers below HBM."""
         commands, self._now = self._now, []
         self._submit(commands)
 
     def end(self) -> None:
-        """The forward pass has been launched: what it writes may be copied once it is done."""
+        """Start copies of what the launched forward pass writes, once it is done."""
         self.go()
         self._launched = self._last_use(None) if self._later else None
         commands, self._later = self._later, []
         self._submit(commands)
 
     def report(self) -> Report | None:
-        """What has ended, and the rank's health if it has changed, since the last report; None: neither.
+        """Return what has ended since the last report, and the rank's health if it has changed; None if neither.
 
-        In a step that is there for what is on its way alone it waits a moment until something has.
+        In a step that computes nothing it waits a moment until something has ended.
         """
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
@@ -261,13 +262,13 @@ class WorkerHalf:
             self._wakeup.wait(seen, deadline, self._commands.pause(self.idle_s))
 
     def empty_report(self) -> Report:
-        """A word that nothing has ended."""
+        """Return a report that nothing has ended."""
         return Report({self._rank: ()})
 
     def rest(self) -> bool:
-        """Ends all copies out of the engine's tensors and into them: their memory may go away then.
+        """Wait up to 30 s until all copies out of and into the engine's tensors have ended. Returns whether they have.
 
-        Waits for them, half a minute at most; whether all have ended.
+        Their memory may be freed afterwards.
         """
         self.end()
         deadline = monotonic() + self.rest_s
@@ -283,7 +284,7 @@ class WorkerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """AssertionError unless everything ordered is under way or told."""
+        """Raise AssertionError unless everything ordered is in flight or reported."""
         self._commands.check()
 
     def health(self) -> RankHealth:
@@ -300,7 +301,7 @@ class WorkerHalf:
         )
 
     def stats(self) -> dict[str, object]:
-        """Of host memory, disk and copies, as in ``TierStore.stats``."""
+        """Return the figures of host memory, disk and copies, as in ``TierStore.stats``."""
         return {
             "hbm": self._stats(),
             "host": self._arena.stats(),
@@ -308,7 +309,7 @@ class WorkerHalf:
         }
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Ends copies and tiers: what is on its way to disk gets there, what only host memory holds is lost."""
+        """End copies and tiers. Writes to disk in flight are completed; what only host memory holds is lost."""
         if not self._commands.close(timeout_s):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
         else:
@@ -324,7 +325,7 @@ class WorkerHalf:
         return Report({self._rank: acks}, health={self._rank: found})
 
     def _submit(self, commands: Commands) -> None:
-        """In order; those that touch the engine's blocks wait for what was launched before they were given."""
+        """Submit commands in order. Those that use the engine's blocks wait for what was launched before."""
         for command in commands:
             own = self._own(command)
             of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
@@ -355,7 +356,7 @@ class WorkerHalf:
 
 
 def _read_rate(directory: Path, page_nbytes: int) -> float | None:
-    """What the disk gives, in bytes a second, found within some tenths of a second; None: it refuses to say."""
+    """Measure the disk in some tenths of a second and return its read rate in bytes/s; None if it refuses."""
     try:
         rates = disk_probe.ask(directory, page_nbytes)
     except OSError:
@@ -364,7 +365,7 @@ def _read_rate(directory: Path, page_nbytes: int) -> float | None:
 
 
 def _records(residency: Residency, tier: Tier) -> Iterator[Record]:
-    """What the tier holds, under the keys that all ranks share."""
+    """Return what the tier holds, under the keys that all ranks share."""
     for key, copy in residency.tables[tier].copies.items():
         parent = residency.lineage.parent(key)
         yield _shared(key), None if parent is None else _shared(parent), copy.nbytes
