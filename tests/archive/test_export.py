@@ -215,7 +215,7 @@ def test_no_pipe_or_link_loses_its_name_to_a_file(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "elsewhere")
-    for place, found in ((pipe, "pipe"), (link, "link")):
+    for place, found in ((pipe, "device, pipe or socket"), (link, "link")):
         before = place.lstat()
         with pytest.raises(ArchiveError, match=rf"is a {found}; name a new or an existing regular file"):
             run(write_archive(place, [], Shelf()))
