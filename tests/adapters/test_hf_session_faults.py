@@ -104,7 +104,7 @@ def test_tail_for_several_prompts_is_refused_and_given_back(model: LlamaForCausa
             generate(model, prompt, cache)
             tail = cache.take_tail()
         assert owned(store) == 1
-        with pytest.raises(ValueError, match="one prompt, not 2"):
+        with pytest.raises(ValueError, match="tail continues a single prompt, got 2 prompts"):
             TierStoreCache(store, torch.tensor([prompt] * 2), model=model, tail=tail)
         assert owned(store) == 0
 

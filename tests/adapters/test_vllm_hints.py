@@ -48,7 +48,7 @@ def test_actions_are_read_and_those_of_others_are_theirs() -> None:
     ("kind", "payload", "why"),
     [
         ("tierstore.pin", {}, "must be one of tierstore.will_need"),
-        ("tierstore.retain", {}, "without a ttl_s"),
+        ("tierstore.retain", {}, "needs a ttl_s above 0"),
         ("tierstore.retain", {"ttl_s": float("inf")}, "a number from 0 to"),
         ("tierstore.retain", {"ttl_s": 1, "priority": 1.5}, "a whole number"),
         ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 to"),

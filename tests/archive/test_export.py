@@ -217,7 +217,7 @@ def test_no_pipe_or_link_loses_its_name_to_a_file(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     for place, found in ((pipe, "device, pipe or socket"), (link, "link")):
         before = place.lstat()
-        with pytest.raises(ArchiveError, match=rf"is a {found}; name a new or an existing regular file"):
+        with pytest.raises(ArchiveError, match=rf"is a .*{found}.*; name a new or an existing regular file"):
             run(write_archive(place, [], Shelf()))
         assert place.lstat() == before
     assert sorted(tmp_path.iterdir()) == [link, pipe]

@@ -168,7 +168,7 @@ def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: s
 @pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
 @pytest.mark.parametrize("name", ["triton", "gathered", "flash"])
 def test_ways_that_are_not_here_are_refused_by_name_before_a_plan(way: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=f'backend (is )?"{name}"'):
+    with pytest.raises(ValueError, match=rf'backend .*"{name}"'):
         way("cpu", backend=name)
 
 
