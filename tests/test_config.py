@@ -71,6 +71,7 @@ def test_only_capacity_device_and_path_are_required_and_the_rest_has_defaults(tm
             "timeout": 10.0,
             "readers": "auto",
             "policy": "lru",
+            "read_only": False,
         },
         "prefetch": {"max_in_flight": 2 << 30, "share_of_host": 0.25},
     }

@@ -313,7 +313,8 @@ def make_directory(
     records = dict(lower)
     if disk is not None:
         lossy = loss_class(config) != EXACT
-        records[Tier.NVME] = TierDescription("records", durable=True, lossy=lossy), disk
+        read_only = config.nvme is not None and config.nvme.read_only
+        records[Tier.NVME] = TierDescription("records", durable=True, lossy=lossy, read_only=read_only), disk
     known = _known(config, layout, host, pool, disk)
     directory = Directory(
         _tables(config, pool, host, records, known),
@@ -407,6 +408,7 @@ def _open_nvme(config: NvmeConfig, held: HostFormat, wake: Callable[[], None]) -
         codec=config.codec,
         layout=layout,
         held=held.codec,
+        read_only=config.read_only,
     )
 
 
@@ -458,5 +460,6 @@ def _tables(
             record_nbytes=found.record_nbytes,
             durable=described.durable,
             lossy=described.lossy,
+            read_only=described.read_only,
         )
     return tables

@@ -84,6 +84,15 @@ def parse_readers(value: object) -> int | Literal["auto"]:
     return int(text)
 
 
+def parse_flag(value: object) -> bool:
+    """Return a boolean, or what YAML spells so. ValueError says what the value must be."""
+    if isinstance(value, bool):
+        return value
+    if written(value) in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return written(value).lower() == "true"
+    raise ValueError("true or false")
+
+
 def written(value: object) -> str:
     """Return how a file would spell this value; "" for booleans and for integers too long for ``str``."""
     try:
@@ -181,6 +190,13 @@ Readers = Annotated[
     ),
 ]
 Tokens = Annotated[int, BeforeValidator(_tokens), WithJsonSchema(_COUNT | {"maximum": 999999})]
+Flag = Annotated[
+    bool,
+    BeforeValidator(parse_flag),
+    WithJsonSchema(
+        {"anyOf": [{"type": "boolean"}, _TEXT | {"pattern": "^(true|True|TRUE|false|False|FALSE)$"}]}
+    ),
+]
 Device = Annotated[str, BeforeValidator(_device), WithJsonSchema(_TEXT | {"pattern": _DEVICE})]
 Directory = Annotated[Path, BeforeValidator(_directory), WithJsonSchema(_TEXT | {"minLength": 1})]
 DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64"]
@@ -280,6 +296,11 @@ class NvmeConfig(_Section):
     """Reader threads, 1 to 64. `auto`: as many as the disk needs in a new directory of 1 GiB or more, otherwise 2."""
     policy: Policy = "lru"
     """Eviction order: which page leaves the tier first."""
+    read_only: Flag = False
+    """Open a directory that another store has filled, and write nothing: for containers that ship a cache, also on a
+    read-only mount. Its pages are found and loaded, and new pages stay in memory. `capacity`, `payload`, `admission`,
+    `daily_writes`, `flush` and `policy` have no effect. Several processes may have the directory open so at once, but
+    none of them beside one that writes."""
 
 
 class PrefetchConfig(_Section):

@@ -162,12 +162,14 @@ class TierDescription:
         durable: Pages survive a restart.
         lossy: Pages may come back different from what was put.
         below: The next slower tier, to which pages are spilled, or None.
+        read_only: The tier keeps the pages that it had when it was opened, and takes no others.
     """
 
     addressing: Literal["slots", "records"]
     durable: bool = False
     lossy: bool = False
     below: Tier | None = None
+    read_only: bool = False
 
     @property
     def in_memory(self) -> bool:
@@ -314,7 +316,8 @@ class FlushResult:
 
     Attributes:
         durable: Pages in memory at the call that are on disk now.
-        failed: Pages that could not be written. They stay in memory and are tried again.
+        failed: Pages that could not be written. They stay in memory and are tried again, unless the tier was opened
+            with ``nvme.read_only``.
         pending: Pages still in flight when the disk had made no progress for 10 s.
         pending_erases: Evicted pages that a restart now could bring back. The store keeps trying to erase them.
     """

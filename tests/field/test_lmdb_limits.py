@@ -20,7 +20,7 @@ from time import monotonic
 import pytest
 
 from tests.field.killing import CHECKOUT
-from tests.nvme.rig import Rig, data_file
+from tests.nvme.rig import Rig, data_file, writer_of
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -200,7 +200,7 @@ def test_a_map_that_another_program_keeps_full_makes_the_tier_read_only_until_it
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
-    rig.tier._writer.room_patience_s = 0.1
+    writer_of(rig.tier).room_patience_s = 0.1
     numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
     assert rig.write(numbers).ok
     with caplog.at_level(logging.WARNING), full_under_a_reader(rig, numbers) as (other, ack):
@@ -220,7 +220,7 @@ def test_a_map_that_another_program_keeps_full_makes_the_tier_read_only_until_it
 
 def test_a_batch_that_finds_the_map_full_is_kept_until_the_other_program_ends(tmp_path: Path) -> None:
     rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
-    rig.tier._writer.room_patience_s = 0.1
+    writer_of(rig.tier).room_patience_s = 0.1
     numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
     assert rig.write(numbers).ok
     with full_under_a_reader(rig, numbers):
@@ -229,7 +229,7 @@ def test_a_batch_that_finds_the_map_full_is_kept_until_the_other_program_ends(tm
     assert churn(rig, numbers, 20).ok
     with looking_in(tmp_path, "1") as other:
         assert heard(other) == 1
-        rig.tier._writer.room_patience_s = PATIENCE_S
+        writer_of(rig.tier).room_patience_s = PATIENCE_S
         writes = []
         for version in range(21, 25):  # more than the map holds
             rig.erase(numbers)
@@ -241,7 +241,7 @@ def test_a_batch_that_finds_the_map_full_is_kept_until_the_other_program_ends(tm
 
 def test_pages_that_a_full_map_keeps_off_the_disk_stay_in_memory(tmp_path: Path) -> None:
     with TierStore.open(tiers(16, 64, tmp_path, nvme_pages=40, nvme_more=LMDB), SPEC) as store:
-        disk_of(store)._writer.room_patience_s = 0.1
+        writer_of(disk_of(store)).room_patience_s = 0.1
         send_down(store, [f"{i}" for i in range(16)])
         with looking_in(tmp_path, "1") as other:
             assert heard(other) == 1

@@ -31,6 +31,7 @@ from tests.nvme.rig import (
     LAYOUT,
     PATIENCE_S,
     Rig,
+    catalogue_of,
     data_file_is_read_only,
     key,
     page,
@@ -309,7 +310,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def check_slots(self) -> None:
         """Every slot of the extent files is free or named by an entry."""
-        records = self.rig.tier._catalogue._records
+        records = catalogue_of(self.rig.tier)._records
         if isinstance(records, ExtentRecords):
             slots = records._slots
             used = sum(place.blocks for place in self.named())

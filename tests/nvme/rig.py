@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.codecs.host_format import HostFormat
+from tierstore.nvme.catalogue import Catalogue
 from tierstore.nvme.tier import NvmeTier
+from tierstore.nvme.writer import Writer
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
@@ -64,6 +66,18 @@ def find(home: Path, needle: bytes, fingerprint: str = FINGERPRINT) -> tuple[Pat
             position = raw.find(needle, position + 1)
     assert len(found) == 1, found
     return found[0]
+
+
+def writer_of(tier: NvmeTier) -> Writer:
+    """The writer of a tier that was opened to be written."""
+    assert isinstance(tier._writer, Writer)
+    return tier._writer
+
+
+def catalogue_of(tier: NvmeTier) -> Catalogue:
+    """The catalogue of a tier that was opened to be written."""
+    assert isinstance(tier._catalogue, Catalogue)
+    return tier._catalogue
 
 
 def on_disk(home: Path) -> int:

@@ -18,6 +18,7 @@ from tests.nvme.rig import (
     PAGE,
     PATIENCE_S,
     Rig,
+    catalogue_of,
     extent_files,
     key,
     on_disk,
@@ -141,7 +142,7 @@ def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
     rig: Rig, committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write(range(8)).ok
-    catalogue = rig.tier._catalogue
+    catalogue = catalogue_of(rig.tier)
 
     class Broken:
         """The environment, whose next write transaction raises at its end, after or instead of its commit."""
@@ -257,7 +258,7 @@ def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path, nbytes: i
 
 def test_nothing_that_the_catalogue_names_is_written_under_churn(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home", payload="extents")
-    catalogue = rig.tier._catalogue
+    catalogue = catalogue_of(rig.tier)
 
     def named() -> set[Place]:
         with catalogue._env.begin() as txn:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.nvme.rig import LAYOUT, PATIENCE_S, on_disk, wait_until_writable
+from tests.nvme.rig import LAYOUT, PATIENCE_S, catalogue_of, on_disk, wait_until_writable
 from tests.nvme.test_encoded import NBYTES, NOISE, ExpRig
 from tests.support import lanes
 from tierstore.nvme import extent_allocator
@@ -123,7 +123,7 @@ def open_at(home: Path) -> ExpRig:
 
 
 def free_and_used(rig: ExpRig) -> tuple[int, int]:
-    records = rig.tier._catalogue._records
+    records = catalogue_of(rig.tier)._records
     assert isinstance(records, ExtentRecords)
     return records._slots.num_free, records._slots.total
 

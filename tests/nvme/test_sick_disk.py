@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme.rig import PATIENCE_S, Rig, key, page
+from tests.nvme.rig import PATIENCE_S, Rig, catalogue_of, key, page, writer_of
 from tests.support.sick_disk import Failing, Hanging, ask_again, hold_clock, time_is_up
 from tests.support.waiting import wait_for
 from tierstore.nvme.catalogue import Catalogue, Page
@@ -217,7 +217,7 @@ def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
     assert begun.wait(PATIENCE_S)
     for _ in range(100):
         either.erase([7, 8])
-    assert len(either.tier._writer._queue._items) == 1
+    assert len(writer_of(either.tier)._queue._items) == 1
     go_on.set()
     assert either.ack(stuck).ok
     assert either.tier.sync(PATIENCE_S)
@@ -269,7 +269,7 @@ def test_a_record_that_is_rewritten_during_every_try_is_unavailable_and_stays(
     def rewritten(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         nonlocal number
         number += 1
-        rig.tier._catalogue.store([Page(key(3), None, page(3, number))])
+        catalogue_of(rig.tier).store([Page(key(3), None, page(3, number))])
         raise OSError(errno.EIO, "Input/output error")
 
     calls(preadv=rewritten)

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from tests.campaign.regions import BLOCK, large_values
 from tests.nvme import rig as rig_room
-from tests.nvme.rig import FINGERPRINT, LAYOUT, PATIENCE_S, Rig, data_file, key, page, wait_until_writable
+from tests.nvme.rig import (
+    FINGERPRINT,
+    LAYOUT,
+    PATIENCE_S,
+    Rig,
+    catalogue_of,
+    data_file,
+    key,
+    page,
+    wait_until_writable,
+)
 from tests.nvme.tree_damage import DAMAGES, Hurt, name_twice
 from tests.nvme.watch import Calls
 from tests.support import lanes
@@ -68,7 +78,7 @@ def with_history(home: Path) -> Path:
         assert rig.write(range(version * 10, version * 10 + 40), version).ok
         rig.erase(range(version * 10, version * 10 + 40, 4))
     assert rig.tier.sync(PATIENCE_S)
-    rig.tier._catalogue.turn()  # so that no tree is empty
+    catalogue_of(rig.tier).turn()  # so that no tree is empty
     rig.close()
     return home
 

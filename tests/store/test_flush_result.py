@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.nvme.rig import data_file_is_read_only
+from tests.nvme.rig import data_file_is_read_only, writer_of
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, where, write
 from tests.support.sick_disk import disk_of
@@ -235,7 +235,7 @@ def test_flush_waits_for_a_disk_that_moves_however_long_it_takes(
 
     with TierStore.open(config, SPEC, pump=pump) as store:
         monkeypatch.setattr(Catalogue, "store", slow)
-        disk_of(store)._writer._queue.batch_pages = 1
+        writer_of(disk_of(store))._queue.batch_pages = 1
         for number in range(4):
             write(store, chain(2, str(number)))
             store.demote(chain(2, str(number)), Tier.NVME)

@@ -13,6 +13,7 @@ from time import monotonic
 
 import pytest
 
+from tests.nvme.rig import writer_of
 from tests.nvme.watch import Calls
 from tests.support.waiting import wait_for
 from tierstore.nvme import extents
@@ -97,7 +98,7 @@ def hold_clock(tier: NvmeTier) -> None:
 
 def time_is_up(tier: NvmeTier, *, reads: int = 0) -> None:
     """What the disk is at now is late: these reads, which hang while all others end, and a write that hangs."""
-    readers, writer = tier._readers, tier._writer
+    readers, writer = tier._readers, writer_of(tier)
 
     def only_those_hang() -> bool:
         with readers._changed:

@@ -35,6 +35,7 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
         report = inspection.inspect(directory)
     typer.echo(
         f"{report.path}: {format_size(report.disk_nbytes)} on disk, {len(report.shards)} model shard(s)"
+        + (", on a read-only file system: open it with nvme.read_only" if report.read_only else "")
     )
     _show(report)
     if as_json:

@@ -1,8 +1,9 @@
 """Which pages may be written below memory. Metadata only; time comes with ``tick``.
 
-A page stays in memory because a caller wants it to (``memory_only``), or because the admission policy has refused it so
-far. A caller's wish holds from the page's first copy to its last, unless a request that may use the disk names the page
-or one after it: such a request has the same tokens. So no page that may be stored ever follows one that may not.
+A page stays in memory because a caller wants it to (``memory_only``), because the admission policy has refused it so
+far, or because the tier below memory was opened read-only. A caller's wish holds from the page's first copy to its
+last, unless a request that may use the disk names the page or one after it: such a request has the same tokens. So no
+page that may be stored ever follows one that may not.
 
 The policy is asked only about pages that are written automatically. ``demote``, ``flush`` and ``close`` write pages
 regardless of admission, and these writes count against the daily budget.
@@ -33,6 +34,8 @@ class MemoryOnly:
         self.keys: set[PageKey] = set()
         self.refused: set[PageKey] = set()
         """Those of ``keys`` that stay because admission refused them, not because a caller wants it."""
+        self.frozen = hierarchy.frozen
+        """Whether nothing is ever written below memory: what is memory-only stays that."""
         self._lineage = lineage
         self._lifting: OrderedDict[PageKey, None] = OrderedDict()
 
@@ -49,12 +52,14 @@ class MemoryOnly:
         No effect if a page follows it that may be stored, now or once admission wants it: after a restart that one
         would be unreachable.
         """
-        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):
+        if self.frozen or all(
+            child in self.keys and child not in self.refused for child in self._lineage.children(key)
+        ):
             self.keys.add(key)
 
     def refuse(self, key: PageKey) -> None:
         """Record that admission refuses a page that gets its first copy. No effect if a storable page follows it."""
-        if all(child in self.keys for child in self._lineage.children(key)):
+        if self.frozen or all(child in self.keys for child in self._lineage.children(key)):
             self.keys.add(key)
             self.refused.add(key)
 
@@ -66,7 +71,7 @@ class MemoryOnly:
 
     def permit(self, key: PageKey, *, at_once: bool = False) -> None:
         """Allow the page and all before it to be stored. ``lift`` carries it out; ``at_once``: before all others."""
-        if key in self.keys:
+        if key in self.keys and not self.frozen:
             self._lifting[key] = None
             if at_once:
                 self._lifting.move_to_end(key, last=False)
@@ -78,7 +83,8 @@ class MemoryOnly:
 
     def permit_refused(self) -> None:
         """Allow all pages to be stored that only admission keeps in memory, and those before them."""
-        self._lifting.update(dict.fromkeys(self.refused))
+        if not self.frozen:
+            self._lifting.update(dict.fromkeys(self.refused))
 
     def lift(self, limit: int) -> list[PageKey]:
         """Lift the restriction of up to ``limit`` permitted pages and pages before them, and return them."""
@@ -155,6 +161,9 @@ class AdmissionControl:
             record, again = history.put(key, parent, following)
         if self._below is None:
             return
+        if self._memory_only.frozen:
+            self._memory_only.refuse(key)
+            return
         admitted = self._admission.put(record, self._gone(), again=again) and self._afford(key, parent)
         if not (admitted or asked or self._insisting):
             self._memory_only.refuse(key)
@@ -170,7 +179,7 @@ class AdmissionControl:
         record = None
         if self._history is not None:
             record = self._history.hit(key, below=source in self._records)
-        if self._below is None or key not in self._memory_only.refused:
+        if self._below is None or self._memory_only.frozen or key not in self._memory_only.refused:
             return
         if self._admission.hit(record, self._gone()) and self._afford(
             key, self._residency.lineage.parent(key)

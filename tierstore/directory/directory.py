@@ -200,6 +200,9 @@ class Directory:
         ]
         self.writeback.sinks.add(unsaved, target, ticket, keep=True)
         ticket.found += sum(k in saved for k in keys)
+        if self.hierarchy.frozen:  # nobody wants these to stay in memory: they cannot be saved
+            refused = self.residency.memory_only.refused
+            ticket.failed += sum(k in refused and k not in saved for k in keys)
 
     def dying(self) -> set[tuple[Tier, int]]:
         """Slots of record tiers whose pages were evicted while a copy of them was under way: erased when that has

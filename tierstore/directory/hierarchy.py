@@ -29,6 +29,8 @@ class Hierarchy:
         """The slowest tier that is memory."""
         self.first_records = min(self.records, default=None)
         """The tier to which pages go from memory, if any: admission decides which do."""
+        self.frozen = self.first_records is not None and self.tiers[self.first_records].read_only
+        """Whether that tier takes nothing: then every page stays in memory that was not there when it was opened."""
         self.first_durable = min((tier for tier, each in self.tiers.items() if each.durable), default=None)
         """The tier in which a page first survives a restart, if any: ``flush`` and timed spills bring pages there."""
 

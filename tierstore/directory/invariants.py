@@ -138,7 +138,7 @@ def _check_memory_only(residency: Residency) -> None:
             _require(
                 tier <= memory_only.floor or key not in table.copies, f"a memory-only page in {tier.name}"
             )
-    for child, parent in residency.lineage.links():
+    for child, parent in [] if memory_only.frozen else residency.lineage.links():
         if parent in memory_only and child not in memory_only and residency.where(child) is not None:
             _require(memory_only.will_lift(parent), "a page that may be stored follows one that may not")
 

@@ -47,7 +47,7 @@ class TierTable:
     """Slots of one tier. ``num_slots`` None: the tier keeps records by key, bounded by ``budget_nbytes`` alone.
 
     ``record_nbytes``: what one record may cost. ``durable``: records survive a restart. ``lossy``: what is read back
-    from there differs from what was put.
+    from there differs from what was put. ``read_only``: nothing is written there.
     """
 
     def __init__(
@@ -59,10 +59,12 @@ class TierTable:
         record_nbytes: int = 0,
         durable: bool = False,
         lossy: bool = False,
+        read_only: bool = False,
     ) -> None:
         self.policy = policy
         self.durable = durable
         self.lossy = lossy
+        self.read_only = read_only
         self.record_nbytes = record_nbytes
         self.num_slots = num_slots
         self.budget_nbytes = budget_nbytes
@@ -90,7 +92,7 @@ class TierTable:
     def description(self, below: Tier | None) -> TierDescription:
         """Describe the tier, which has ``below`` under it."""
         addressing: Literal["slots", "records"] = "records" if self.num_slots is None else "slots"
-        return TierDescription(addressing, self.durable, self.lossy, below)
+        return TierDescription(addressing, self.durable, self.lossy, below, self.read_only)
 
     def has_space(self, nbytes: int) -> bool:
         """Whether a slot for ``nbytes`` can be taken without an eviction."""
@@ -708,6 +710,8 @@ class Residency:
         if drop.last:
             self._forget_if_gone(key)
         else:
+            if table.read_only:
+                self.memory_only.refuse(key)  # it cannot be written again
             self.queues.resettle(key)
         return drop
 

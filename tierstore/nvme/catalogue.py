@@ -32,9 +32,9 @@ from tierstore.nvme.catalogue_entry import (
     pack,
     unpack,
 )
-from tierstore.nvme.directory_layout import FULL
+from tierstore.nvme.directory_layout import FULL, read_marker
 from tierstore.nvme.disk_space import Sizing, require_free
-from tierstore.nvme.extent_allocator import Place
+from tierstore.nvme.extent_allocator import Place, Slots
 from tierstore.nvme.extents import ExtentBytes, ExtentFiles, ExtentRecords
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.lmdb_pages import InlineBytes, InlineRecords
@@ -44,7 +44,7 @@ from tierstore.nvme.record_storage import Page, RecordBytes, Records
 from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired, stamp
 from tierstore.types import PageKey
 
-__all__ = ["Catalogue", "Page"]
+__all__ = ["Catalogue", "FrozenCatalogue", "Page"]
 
 _log = logging.getLogger(__name__)
 
@@ -374,6 +374,66 @@ class Catalogue:
     def _count(self) -> int:
         with self._env.begin() as txn:
             return txn.stat(self._env.catalogue)["entries"]
+
+
+class FrozenCatalogue:
+    """The catalogue of a sub-directory that nobody writes meanwhile, opened without a change to it. Any thread.
+
+    LMDB makes no lock file: the caller holds the sub-directory's own lock, shared or alone, and ``examine`` has passed
+    it. Records that tombstones name are not listed.
+    """
+
+    undeleted: Sequence[PageKey] = ()
+    """As of ``Catalogue``."""
+
+    def __init__(
+        self, directory: Path, fingerprint: str, *, direct: bool = False, held_nbytes: int | None = None
+    ) -> None:
+        """Open it. lmdb.Error or OSError if it cannot be.
+
+        Args:
+            directory: The sub-directory, which has records.
+            fingerprint: What its records are of.
+            direct: Extent files are read past the page cache.
+            held_nbytes: As of ``RecordReader``.
+        """
+        self._env = Environment(
+            partial(
+                lmdb.open,
+                str(directory),
+                readonly=True,
+                lock=False,
+                create=False,
+                readahead=False,
+                max_dbs=MAX_DBS,
+            )
+        )
+        try:
+            marker = read_marker(directory)
+            payload: RecordBytes = InlineBytes(self._env)
+            if marker is not None and marker.payload == "extents":
+                files = ExtentFiles(directory, direct=direct, writable=False)
+                payload = ExtentBytes(self._env, files, Slots(1))
+            with self._env.begin() as txn:
+                epoch = retired(txn.get(RETIRED_KEY, db=self._env.meta))
+            tombstones = Tombstones(directory, epoch, writable=False)
+            self.reader = RecordReader(
+                self._env,
+                payload,
+                fingerprint=record_format.fingerprint_digest(fingerprint),
+                held_nbytes=held_nbytes,
+                erased=tombstones if tombstones.live else (),
+            )
+            costs = [nbytes for _, _, nbytes in self.reader.summaries()]
+        except BaseException:
+            self._env.close()
+            raise
+        self.num_records, self.live_nbytes = len(costs), sum(costs)
+
+    def close(self) -> None:
+        """No call may be running, and none may follow."""
+        self.reader.close()
+        self._env.close()
 
 
 def is_full(error: lmdb.Error | OSError) -> bool:

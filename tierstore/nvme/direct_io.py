@@ -98,16 +98,16 @@ def works(directory: Path) -> bool:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        return _reads(directory / DATA_FILE)
+        return reads_directly(directory / DATA_FILE)
     try:
         return round_trip(fd)
     except OSError as error:
-        return error.errno in FULL and _reads(directory / DATA_FILE)
+        return error.errno in FULL and reads_directly(directory / DATA_FILE)
     finally:
         os.close(fd)
 
 
-def _reads(path: Path) -> bool:
+def reads_directly(path: Path) -> bool:
     """Return whether a direct read of the file's first block gives the same bytes as a normal read."""
     found = aligned(BLOCK)
     try:

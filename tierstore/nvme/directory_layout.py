@@ -296,13 +296,13 @@ def odd_kind(path: Path) -> str | None:
     return next((name for is_kind, name in _ODD_KINDS if is_kind(mode)), None)
 
 
-def unreadable(path: Path) -> str | None:
-    """Return why the regular file at ``path`` cannot be opened for reading and writing, or None.
+def unreadable(path: Path, flags: int = os.O_RDWR) -> str | None:
+    """Return why the regular file at ``path`` cannot be opened with these flags, or None.
 
     Opens and closes the file. Do not call it for LMDB's files while an environment is open: closing drops LMDB's locks.
     """
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
+        os.close(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             return f"a file that cannot be opened ({error.strerror})"

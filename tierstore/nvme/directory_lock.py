@@ -1,6 +1,7 @@
 """The lock of a sub-directory: which process has it open, and how to look without taking it.
 
-The lock is an flock held by one open tier, with the PID in the file. A killed process leaves no stale lock.
+The lock is an flock held by one open tier, with the PID in the file. A killed process leaves no stale lock. Tiers that
+were opened read-only share it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def clear_odd_lock(directory: Path) -> None:
 _NO_LOCK = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
 """Errors of an open call which show that something other than a file is in the lock's place."""
 
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, *FULL)
+
 _GLANCE_S = 0.5  # somebody who only looks is soon gone, and must not be taken for a user
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
@@ -56,10 +59,44 @@ class FileLock:
         self._fd = fd
 
     @classmethod
+    def share(cls, path: Path) -> FileLock | int | None:
+        """The lock on ``path`` for one who reads, beside others who do, or the holder as ``acquire`` returns it.
+
+        Nothing is written but a lock file that is missing. Where that cannot be made (a read-only medium or user, a
+        full disk) the lock excludes nobody. OSError if a file that is there cannot be opened.
+        """
+        flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(path, os.O_RDONLY | flags)
+        except FileNotFoundError:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+            except OSError as error:
+                if error.errno not in _CANNOT_WRITE:
+                    raise
+                return cls(path, -1)
+        try:
+            _require_file(fd)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _read_pid(fd)
+            os.close(fd)
+            return holder
+        except BaseException:
+            os.close(fd)
+            raise
+        if not _same_file(fd, path):  # unlinked between open and flock: that lock would exclude nobody
+            os.close(fd)
+            return cls.share(path)
+        lock = cls(path, fd)
+        _held.add(lock)
+        return lock
+
+    @classmethod
     def acquire(cls, path: Path) -> FileLock | int | None:
         """Lock ``path``, creating the file if needed.
 
-        Returns the PID of the holder, or None if unknown, when it is taken.
+        Returns the PID of the holder when it is taken, or None if that is unknown or the holders only read.
 
         Waits up to half a second for a process that only looks.
 
@@ -73,7 +110,7 @@ class FileLock:
                 _require_file(fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = _read_pid(fd)
+                holder = None if _is_shared(fd) else _read_pid(fd)
                 os.close(fd)
                 if time.monotonic() > deadline:
                     return holder
@@ -133,19 +170,21 @@ def lock_holder(path: Path) -> Iterator[int | None]:
 def locked_to_read(path: Path) -> Iterator[int | None]:
     """Hold a lock while reading what it guards. Gives None, or the PID of the present holder (0 if it is unknown).
 
-    If the file cannot be written (read-only medium or user, full disk), the lock is only watched, as in
-    ``lock_holder``.
+    If the file cannot be written (read-only medium or user, full disk), or others hold the lock to read, it is only
+    watched, as in ``lock_holder``.
     """
     try:
         lock = FileLock.acquire(path)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, *FULL, *_NO_LOCK):
+        if error.errno not in (*_CANNOT_WRITE, *_NO_LOCK):
             raise
+        lock = None
+    if lock is None:  # others may read, too
         with lock_holder(path) as holder:
             yield holder
         return
     if not isinstance(lock, FileLock):
-        yield lock or 0
+        yield lock
         return
     try:
         yield None
@@ -157,6 +196,15 @@ def _require_file(fd: int) -> None:
     """Raise OSError unless it is a regular file; nobody locks anything else."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
+
+
+def _is_shared(fd: int) -> bool:
+    """Whether those who hold the lock of this descriptor's file only read."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read_pid(fd: int) -> int | None:

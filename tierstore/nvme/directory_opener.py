@@ -16,7 +16,7 @@ import lmdb
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.nvme import direct_io, directory_layout, disk_probe, disk_space
-from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.catalogue import Catalogue, FrozenCatalogue
 from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_path
 from tierstore.nvme.disk_space import EXTENTS_FROM, Sizing, has_records, size, size_extents
 from tierstore.nvme.examination import examine
@@ -116,15 +116,98 @@ def open_shard(
         raise
 
 
+class FrozenShard(NamedTuple):
+    """A sub-directory that is read and not written. ``lock`` is shared with others who read; the rest as of
+    ``OpenShard``.
+    """
+
+    directory: Path
+    lock: FileLock
+    catalogue: FrozenCatalogue
+    sizing: Sizing
+    payload: str
+    direct: bool
+    readers: int
+
+
+def open_frozen(
+    path: Path,
+    marker: directory_layout.ShardMarker,
+    *,
+    readers: int | None,
+    held_nbytes: int | None,
+) -> FrozenShard:
+    """Open the marker's sub-directory of ``path`` to be read, also on a read-only medium; nothing is changed.
+
+    Args:
+        path: A directory that a store has filled.
+        marker: Of this opening. Its capacity means nothing here: what is there is used.
+        readers: Threads that are to read; None for as many as the directory says.
+        held_nbytes: As of ``RecordReader``.
+
+    Raises:
+        ConfigError: There is no such directory, it holds no pages of this model, it is damaged, or a process that
+            writes it has it open. Nothing is held then.
+    """
+    home = path.expanduser().resolve()
+    directory_layout.require_home(home)
+    directory = home / directory_layout.shard_name(marker.fingerprint, marker.shard)
+    if directory.is_symlink() or not has_records(directory):
+        others = (
+            ", ".join(found.name for found, _, _ in directory_layout.shard_directories(home)) or "nothing"
+        )
+        raise ConfigError(
+            f"nvme.path is {home}, which has no pages of this model: {directory.name} is missing or empty (there is "
+            f"{others}); with nvme.read_only the directory must have been filled with the same model, dtype and "
+            "page_size"
+        )
+    lock = _lock(directory, FileLock.share)
+    try:
+        fault = _foreign(directory, marker, os.O_RDONLY) or examine(directory).fault
+        old = directory_layout.read_marker(directory)
+        if fault is not None or old is None:
+            fault = fault or "its marker cannot be read"
+            raise ConfigError(
+                f"nvme.path is {home}, where {directory.name} cannot be opened read-only: {fault}; fill the directory "
+                "anew, or open it without nvme.read_only, which sets damaged pages aside"
+            )
+        data = directory / directory_layout.DATA_FILE
+        sizing = _sizing(old, old.payload, data.stat().st_size)
+        direct = direct_io.reads_directly(data)
+        catalogue = FrozenCatalogue(directory, marker.fingerprint, direct=direct, held_nbytes=held_nbytes)
+        return FrozenShard(
+            directory,
+            lock,
+            catalogue,
+            sizing,
+            old.payload,
+            direct,
+            readers or old.readers or DEFAULT_READERS,
+        )
+    except (OSError, lmdb.Error) as error:
+        lock.release()
+        if "already open in this process" in str(error):
+            raise ConfigError(
+                f"nvme.path is {home}, which is open in this process already; share that store, or close it first"
+            ) from error
+        raise ConfigError(
+            f"nvme.path is {home}, which cannot be opened read-only ({_reason(error)}); it must be readable"
+        ) from error
+    except BaseException:
+        lock.release()
+        raise
+
+
 def _reason(error: OSError | lmdb.Error) -> str:
     """Return the error's text without the error number and the file, which the message names anyway."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def _lock(directory: Path) -> FileLock:
+def _lock(directory: Path, take: Callable[[Path], FileLock | int | None] = FileLock.acquire) -> FileLock:
     try:
-        clear_odd_lock(directory)
-        lock = FileLock.acquire(lock_path(directory))
+        if take == FileLock.acquire:
+            clear_odd_lock(directory)
+        lock = take(lock_path(directory))
     except OSError as error:
         raise ConfigError(
             f"nvme.path is {directory.parent}, which cannot be locked ({_reason(error)}); choose a writable directory"
@@ -132,8 +215,9 @@ def _lock(directory: Path) -> FileLock:
     if isinstance(lock, FileLock):
         return lock
     raise ConfigError(
-        f"nvme.path is {directory.parent}, in use by process {lock or 'unknown'}; a directory serves one process at a "
-        "time, so close that store or choose another directory"
+        f"nvme.path is {directory.parent}, in use by {f'process {lock}' if lock else 'processes that read it'}; a "
+        "directory serves one process at a time, or any number with nvme.read_only: close that store or choose another "
+        "directory"
     )
 
 
@@ -306,10 +390,10 @@ def _empty(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def _foreign(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
-    """Return why the existing content does not suit this opening, or None."""
+def _foreign(directory: Path, marker: directory_layout.ShardMarker, flags: int = os.O_RDWR) -> str | None:
+    """Return why the existing content does not suit this opening, or None. ``flags``: as the data file is opened."""
     odd = directory_layout.odd_kind(directory / directory_layout.DATA_FILE) or directory_layout.unreadable(
-        directory / directory_layout.DATA_FILE
+        directory / directory_layout.DATA_FILE, flags
     )
     if odd is not None:
         return f"{directory_layout.DATA_FILE} is {odd}"

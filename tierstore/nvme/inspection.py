@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-import lmdb
-
 from tierstore.nvme import directory_layout
-from tierstore.nvme.catalogue_entry import MAX_DBS
+from tierstore.nvme.catalogue import FrozenCatalogue
 from tierstore.nvme.directory_lock import FileLock, clear_odd_lock, lock_holder, lock_path, locked_to_read
 from tierstore.nvme.examination import examine
-from tierstore.nvme.extent_allocator import Slots
-from tierstore.nvme.extents import ExtentBytes, ExtentFiles
-from tierstore.nvme.lmdb_environment import Environment
-from tierstore.nvme.lmdb_pages import InlineBytes
 from tierstore.nvme.reader import RecordReader
-from tierstore.nvme.record_format import fingerprint_digest
-from tierstore.nvme.record_storage import RecordBytes
-from tierstore.nvme.tombstones import RETIRED_KEY, Tombstones, retired
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
@@ -53,11 +44,12 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeReport:
-    """Description of a home directory and its sub-directories, sorted by name."""
+    """Description of a home directory and its sub-directories, sorted by name. ``read_only``: of its file system."""
 
     path: Path
     disk_nbytes: int
     shards: tuple[ShardReport, ...]
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +75,12 @@ def inspect(path: Path) -> HomeReport:
     """Describe a home without changing it. Raises ConfigError if ``path`` is not one."""
     root = _home(path)
     shards = tuple(_report(*found) for found in directory_layout.shard_directories(root))
-    return HomeReport(path=root, disk_nbytes=sum(shard.disk_nbytes for shard in shards), shards=shards)
+    return HomeReport(
+        path=root,
+        disk_nbytes=sum(shard.disk_nbytes for shard in shards),
+        shards=shards,
+        read_only=bool(os.statvfs(root).f_flag & os.ST_RDONLY),
+    )
 
 
 def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, ...]:
@@ -185,38 +182,8 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
 @contextmanager
 def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
     """Open a reader of a sub-directory that has records, passed ``examine``, and whose lock the caller holds."""
-    env = Environment(
-        partial(
-            lmdb.open,
-            str(directory),
-            readonly=True,
-            lock=False,
-            create=False,
-            readahead=False,
-            max_dbs=MAX_DBS,
-        )
-    )
-    with closing(env):
-        payload: RecordBytes = InlineBytes(env)
-        if _in_extents(directory):
-            payload = ExtentBytes(env, ExtentFiles(directory, direct=False, writable=False), Slots(1))
-        with env.begin() as txn:
-            tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=env.meta)), writable=False)
-        reader = RecordReader(
-            env,
-            payload,
-            fingerprint=fingerprint_digest(fingerprint),
-            erased=tombstones if tombstones.live else (),
-        )
-        try:
-            yield reader
-        finally:
-            reader.close()
-
-
-def _in_extents(directory: Path) -> bool:
-    marker = directory_layout.read_marker(directory)
-    return marker is not None and marker.payload == "extents"
+    with closing(FrozenCatalogue(directory, fingerprint)) as catalogue:
+        yield catalogue.reader
 
 
 def _remove(directory: Path, *, damaged: bool) -> str | None:

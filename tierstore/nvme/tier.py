@@ -20,10 +20,10 @@ from tierstore.errors import StoreClosed
 from tierstore.keys import KEY_NBYTES
 from tierstore.nvme import directory_layout
 from tierstore.nvme.completion_queue import Outbox
-from tierstore.nvme.directory_opener import OpenShard, open_shard
+from tierstore.nvme.directory_opener import FrozenShard, OpenShard, open_frozen, open_shard
 from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.reader import Lender, Readers
-from tierstore.nvme.writer import SyncWork, Writer
+from tierstore.nvme.writer import NoWriter, SyncWork, Writer
 from tierstore.page import PageLayout
 from tierstore.types import Ack, PageKey, Tier, Transfer
 
@@ -81,7 +81,7 @@ class NvmeTier:
 
     def __init__(
         self,
-        shard: OpenShard,
+        shard: OpenShard | FrozenShard,
         outbox: Outbox,
         *,
         page_nbytes: int,
@@ -91,11 +91,15 @@ class NvmeTier:
         sizing = shard.sizing
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
+        self.read_only = isinstance(shard, FrozenShard)
+        """Whether it was opened to be read only. ``budget_nbytes`` is then what its records take."""
         self._form = coding.form
         self._view_nbytes = page_nbytes if self._form is None else self._form.view_nbytes
         self._directory = shard.directory
         self._lock = shard.lock
         self._catalogue = shard.catalogue
+        if self.read_only:
+            self.budget_nbytes = max(sizing.record_nbytes, shard.catalogue.live_nbytes)
         self._sizing = sizing
         self._num_readers = shard.readers
         self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.on_disk
@@ -113,7 +117,11 @@ class NvmeTier:
                 coding=coding,
             )
             undone.callback(self._readers.close)
-            self._writer = Writer(shard.catalogue, outbox, sizing, timeout_s, shortage=shard.shortage)
+            self._writer: Writer | NoWriter = (
+                NoWriter(outbox)
+                if isinstance(shard, FrozenShard)
+                else Writer(shard.catalogue, outbox, sizing, timeout_s, shortage=shard.shortage)
+            )
             undone.callback(self._writer.join, timeout_s)
             undone.callback(self._writer.close)
             self.lender = Lender(shard.catalogue.reader, page_nbytes)
@@ -140,6 +148,7 @@ class NvmeTier:
         codec: str = "none",
         layout: PageLayout | None = None,
         held: str = "none",
+        read_only: bool = False,
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, creating it if needed.
 
@@ -160,6 +169,8 @@ class NvmeTier:
             readers: Number of reader threads. None: as many as the disk needs for 95 % of its throughput, measured when
                 a directory of at least 1 GiB is made and stored there, else 2.
             timeout_s: A read or a batch of writes that takes longer is not waited for; see ``submit_*`` and ``state``.
+            read_only: The sub-directory must exist. Nothing is written to it, and other processes may read it too;
+                ``capacity`` and ``payload`` have no effect.
 
         Raises:
             ConfigError: The directory is not ours or in use, or the disk lacks space for the capacity. Nothing is
@@ -175,7 +186,12 @@ class NvmeTier:
             codec=coding.on_disk,
             description=dict(description or {}),
         )
-        shard_home = open_shard(path, marker, payload, readers=readers, coding=coding)
+        shard_home: OpenShard | FrozenShard
+        if read_only:
+            held_nbytes = None if coding.form is None else coding.form.payload_nbytes
+            shard_home = open_frozen(path, marker, readers=readers, held_nbytes=held_nbytes)
+        else:
+            shard_home = open_shard(path, marker, payload, readers=readers, coding=coding)
         return cls(
             shard_home,
             Outbox(wake),
@@ -311,7 +327,7 @@ class NvmeTier:
         """State of the disk: "ok", "absent" or "read_only".
 
         "absent" while reads are not tried because the disk hangs or fails them; "read_only" while writes fail, or one
-        takes longer than ``flush`` waits for it.
+        takes longer than ``flush`` waits for it. A tier that was opened read-only is "ok" while its disk is.
         """
         if self._readers.absent:
             return "absent"
@@ -337,7 +353,7 @@ class NvmeTier:
             "budget_nbytes": self.budget_nbytes,
             "record_nbytes": self.record_nbytes,
             "records": self._catalogue.num_records,
-            "read_only": self._writer.read_only,
+            "read_only": self.read_only or self._writer.read_only,
             "hung_reads": self._readers.num_late,
             "pending_erases": self.pending_erases,
             "payload": self._payload,

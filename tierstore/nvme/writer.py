@@ -626,6 +626,60 @@ class Writer:
             self._outbox.wake()
 
 
+class NoWriter:
+    """Stands for the writer of a tier that was opened read-only: nothing is written, and nothing erased lastingly.
+
+    Any thread.
+    """
+
+    read_only = stalled = hanging = False
+    """Of a disk that refuses or hangs: this one is not asked."""
+    progress = (0, 0)
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._erased: set[PageKey] = set()
+
+    def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
+        """Ack every page as UNAVAILABLE."""
+        self._outbox.add_quietly(failed(transfer, Failure.UNAVAILABLE))
+
+    def submit_erase(self, keys: Sequence[PageKey]) -> None:
+        """Remember that a restart brings these pages back."""
+        self._erased.update(keys)
+
+    @property
+    def pending_erases(self) -> int:
+        """Erased pages, which are on disk all the same."""
+        return len(self._erased)
+
+    def begin_sync(self) -> SyncWork:
+        """A mark that is done."""
+        mark = SyncWork(synced=True, ok=not self._erased)
+        mark.done.set()
+        return mark
+
+    def sync(self, timeout_s: float) -> bool:
+        """Whether nothing was erased."""
+        return not self._erased
+
+    def look(self, now: float) -> None:
+        """Nothing can hang."""
+
+    def give_up_waiting(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+    def abandon(self) -> None:
+        """Nothing has begun."""
+
+    def join(self, timeout_s: float) -> bool:
+        """There is no thread."""
+        return True
+
+
 def _written_nbytes(thread: int | None) -> int:
     """Return the bytes that a thread has written in completed system calls, as the kernel counts them; 0 if unknown."""
     try:

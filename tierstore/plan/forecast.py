@@ -119,7 +119,7 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
     place = nearest_directory(config.nvme.path)
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
-    if capacity > free:
+    if capacity > free and not config.nvme.read_only:
         refused.append(
             f"nvme.capacity must be at most {free}, what is free at {place} besides the store's own files, got "
             f"{capacity} bytes"

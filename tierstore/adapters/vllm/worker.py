@@ -212,7 +212,7 @@ class WorkerHalf:
         """Open the tiers. ConfigError as for ``TierStore.open``, with nothing changed."""
         wakeup = Wakeup()
         half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
-        if config.nvme is not None:
+        if config.nvme is not None and not config.nvme.read_only:  # to ask the disk is to write to it
             half.hello = replace(
                 half.hello, read_rate=_read_rate(config.nvme.path, kv_layout.spec.page_nbytes)
             )
