@@ -89,6 +89,7 @@ def every_check(path: Path) -> Iterator[Check]:
     yield from packages()
     yield from cuda()
     yield memory()
+    yield cores()
     yield huge_pages()
     yield memlock()
     yield from page_locking()
@@ -148,6 +149,21 @@ def memory(root: Path = Path("/")) -> Check:
     return Check(
         "host memory", f"{format_size(free.nbytes)} free of {format_size(free.limit_nbytes)}", why=free.limit
     )
+
+
+def cores(root: Path = Path("/")) -> Check:
+    """Check how many threads ``serve`` and ``demo`` compute with on the CPU."""
+    from tierstore.host.processors import processors
+
+    found = processors(root)
+    value = f"{found.described()}: {found.free} thread{'' if found.free == 1 else 's'} for computing"
+    if found.free >= found.cores:
+        return Check("processors", value)
+    why = (
+        "threads that wait for a core slow all others down, so a model on the CPU computes with as many as find one; "
+        "end other programs, raise the limit, or say --threads"
+    )
+    return Check("processors", value, "note", why)
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> Check:

@@ -71,6 +71,12 @@ def serve(
     max_active: Annotated[int, typer.Option(min=1, help="Requests to compute at a time.")] = 4,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 64,
     dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as stored.")] = Dtype.auto,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Threads of one operation on the CPU. By default as many as cores are free now."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer over HTTP: OpenAI-compatible completions and chats, questions about documents, and a web page for both.
@@ -91,6 +97,7 @@ def serve(
         bound = stack.enter_context(_bound(host, port))
         limits = Limits(max_active, max_waiting)
         hosts = _hosts(host, tenants, for_all=for_all)
+        _use_threads(settings, threads)
         _run(settings, _reader(model, settings, dtype), documents, tenants, limits, bound, hosts, as_json)
 
 
@@ -117,6 +124,15 @@ def _settings(file: Path) -> StoreConfig:
 
         require_device(settings.hbm.device)
     return settings
+
+
+def _use_threads(settings: StoreConfig, wanted: int | None) -> None:
+    from tierstore.host.processors import use_threads
+
+    assert settings.hbm is not None
+    chosen = use_threads(settings.hbm.device, wanted)
+    if chosen is not None:
+        progress.print(chosen.described(), highlight=False, soft_wrap=True)
 
 
 def _reader(model: str, settings: StoreConfig, dtype: Dtype) -> Reader:

@@ -62,6 +62,12 @@ def demo(
     hbm_documents: Annotated[
         int, typer.Option(min=1, help="Documents, each with a question, that fit in HBM.")
     ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Threads of one operation on the CPU. By default as many as cores are free now."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Let a real model answer questions over more documents than HBM and host memory hold, then again after a restart.
@@ -92,6 +98,7 @@ def demo(
             host_codec=host_codec,
             device=device,
             hbm_documents=hbm_documents,
+            threads=threads,
         )
         try:
             outcome, claims = _play(docs or [], model, wheel, place, chosen, say)

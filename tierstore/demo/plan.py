@@ -45,6 +45,8 @@ class Settings:
     device: str = "cpu"
     hbm_documents: int = 1
     """Requests that fit in HBM."""
+    threads: int | None = None
+    """Threads of one operation on the CPU; None: as many as cores are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Plan:
     questions: list[Question]
     order: list[int]
     plain: list[PlainAnswer]
+    threads: int | None = None
+    """Threads of one operation on the CPU: the same in both processes, as sums may differ with another number."""
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""

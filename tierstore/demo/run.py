@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from prefetch import Prefetcher, ahead
 from tierstore.config import load_config
 from tierstore.demo.answers import PlainAnswer, Session, StoredAnswer, agreeing, differs
@@ -30,6 +32,7 @@ from tierstore.demo.plan import (
     store_config,
     tier_sizes,
 )
+from tierstore.host.processors import use_threads
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
@@ -197,6 +200,8 @@ def settle(session: Session, store: TierStore, plan: Plan) -> None:
 def main(plan_path: Path, found_path: Path) -> None:
     """Run the second process."""
     plan = Plan.load(plan_path)
+    if plan.threads is not None:
+        use_threads("cpu", plan.threads)
     session = Session(Path(plan.model), plan.store["hbm"]["device"])
     with open_store(session, plan) as store:
         rows = ask_all(session, store, plan, _say, after_restart=True)
@@ -244,6 +249,9 @@ def run_demo(
 
     Raises DocumentError, PlanError, RestartError, and the store's own errors.
     """
+    chosen = use_threads(settings.device, settings.threads)
+    if chosen is not None:
+        say(chosen.described())
     say("loading the model")
     session = Session(model, settings.device)
     documents = find_documents(
@@ -293,6 +301,7 @@ def _prepare(
         questions=questions,
         order=mixed_order(len(documents), settings.num_questions),
         plain=plain,
+        threads=torch.get_num_threads() if settings.device == "cpu" else None,
     )
     return plan, sizes, page_nbytes
 
