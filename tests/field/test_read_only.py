@@ -267,7 +267,7 @@ def _cut(home: Path) -> Path:
     [
         (_missing, "does not exist"),
         (_empty, "is empty: no store has used it yet"),
-        (_foreign, "not TierStore's"),
+        (_foreign, "TierStore did not make"),
         (_cut, "cannot be opened read-only: data.mdb has 5000 bytes"),
     ],
 )
