@@ -9,7 +9,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, Code, Hold, ResidencyModel
+from tests.core.model import KEYS, PARENTS, RECORD, SLOTTED, Code, ResidencyModel
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
 from tierstore.types import PageKey, Tier
@@ -88,10 +88,11 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         if flight is not None:
             self._settle(flight, well=True)
 
-    @rule(keys=key_lists)
-    def start_copies_of_a_run(self, keys: list[PageKey]) -> None:
-        """Pages that only have to be copied come into free slots of HBM together, each pinned by who asked."""
-        self._reserve_run(keys)
+    @rule(keys=key_lists, data=st.data(), up=st.booleans())
+    def start_copies_of_a_run(self, keys: list[PageKey], data: st.DataObject, up: bool) -> None:
+        """Pages are copied along an edge together, most often from HOST up, each pinned by who asked."""
+        src, dst = (Tier.HOST, Tier.HBM) if up else data.draw(st.permutations(self.tiers))[:2]
+        self._reserve_run(keys, src, dst)
 
     @rule(data=st.data(), nbytes=st.sampled_from((4, RECORD)))
     def start_write(self, data: st.DataObject, nbytes: int) -> None:
@@ -123,11 +124,11 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def settle(self, data: st.DataObject, well: bool) -> None:
         self._settle(data.draw(st.sampled_from(self.flights)), well=well)
 
-    @precondition(lambda self: any(f.src and f.dst is Tier.HBM for f in self.flights))
+    @precondition(lambda self: any(f.src for f in self.flights))
     @rule(data=st.data())
     def a_run_arrives(self, data: st.DataObject) -> None:
-        src = data.draw(st.sampled_from(sorted({f.src for f in self.flights if f.src and f.dst is Tier.HBM})))
-        flights = [f for f in self.flights if f.src is src and f.dst is Tier.HBM]
+        edge = data.draw(st.sampled_from(sorted({(f.src, f.dst) for f in self.flights if f.src})))
+        flights = [f for f in self.flights if (f.src, f.dst) == edge]
         self._arrive(data.draw(st.permutations(flights)))
 
     @precondition(lambda self: any(f.live for f in self.flights))
@@ -160,30 +161,34 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         hold = data.draw(st.sampled_from(self._places()))
-        assert self.residency.pin(hold.key, hold.tier) == hold.slot
+        assert self.residency.pin((hold.key,), hold.tier) == [hold.slot]
         self.holds.append(hold)
 
     @rule(keys=key_lists, data=st.data())
     def pin_a_run(self, keys: list[PageKey], data: st.DataObject) -> None:
         tier = data.draw(st.sampled_from(self.tiers))
-        run = list(takewhile(lambda key: key in self.ready[tier], keys))
-        assert self.residency.pin_run(keys, tier) == [self.ready[tier][key] for key in run]
-        self.holds += [Hold(key, tier, self.ready[tier][key]) for key in run]
+        places = {hold.key: hold for hold in self._places() if hold.tier is tier}
+        run = [places[key] for key in takewhile(places.__contains__, keys)]
+        if not run:
+            self._refused(partial(self.residency.pin, keys, tier))
+            return
+        assert self.residency.pin(keys, tier) == [hold.slot for hold in run]
+        self.holds += run
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         hold = data.draw(st.sampled_from(self.holds))
-        self.residency.unpin(*hold)
+        self.residency.unpin((hold.key,), hold.tier, (hold.slot,))
         self.holds.remove(hold)
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def release_a_run(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), used=st.sampled_from((True, True, False)))
+    def release_a_run(self, data: st.DataObject, used: bool) -> None:
         """Some holds of a tier, in any order, a page with two holds among them."""
         tier = data.draw(st.sampled_from(sorted({hold.tier for hold in self.holds})))
         holds = data.draw(st.permutations([hold for hold in self.holds if hold.tier is tier]))
-        self._release(holds[: data.draw(st.integers(1, len(holds)))])
+        self._release(holds[: data.draw(st.integers(1, len(holds)))], used=used)
 
     @rule(keys=key_lists)
     def touch(self, keys: list[PageKey]) -> None:
@@ -264,12 +269,12 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         else:
             self._refused(partial(residency.evict, key, tier))
         if any(place[:2] == (key, tier) for place in self._places()):
-            self._refused(partial(residency.reserve, key, tier))
+            self._refused(partial(residency.reserve, (key,), tier))
         else:
-            self._refused(partial(residency.pin, key, tier))
+            self._refused(partial(residency.pin, (key,), tier))
         if key in self.confined:
             for below in self.records:
-                self._refused(partial(residency.reserve, key, below))
+                self._refused(partial(residency.reserve, (key,), below))
         if key in self.ready[Tier.HBM]:
             for slot in self.owned:
                 self._refused(partial(residency.adopt, key, Tier.HBM, slot, parent))

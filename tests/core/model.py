@@ -127,8 +127,8 @@ class ResidencyModel:
         readable = {tier: set(keys) for tier, keys in self.ready.items()}
         slot = self._attempt(
             lambda: self.residency.reserve(
-                key, dst, reserved, src, memory_only=confine, parent=parent if first else None
-            )
+                (key,), dst, reserved, src, memory_only=confine, parent=parent if first else None
+            )[0][0]
         )
         if slot is None:
             return None
@@ -153,20 +153,43 @@ class ResidencyModel:
             self.hardware.enqueue(dst, flight)
         return flight
 
-    def _reserve_run(self, keys: list[PageKey]) -> None:
-        free = len(self.residency.tables[Tier.HBM].free)
+    def _reserve_run(self, keys: list[PageKey], src: Tier, dst: Tier) -> None:
+        """The first page may take a victim's place, the others only free ones."""
+        reserved = RECORD if dst in self.records else 0
+        table = self.residency.tables[dst]
+        free = (
+            len(table.free)
+            if table.budget_nbytes is None
+            else (table.budget_nbytes - table.used_nbytes) // RECORD
+        )
         wanted: list[PageKey] = []
-        for key in keys[:free]:
-            taken = key in wanted or key in self.ready[Tier.HBM] or self._arriving(key, Tier.HBM)
-            if taken or key not in self.ready[Tier.HOST]:
+        for key in keys:
+            taken = key in self.ready[dst] or self._arriving(key, dst)
+            if taken or key not in self.ready[src] or not self._may_be_in(key, dst):
                 break
             wanted.append(key)
-        found = self.residency.reserve_run(keys, Tier.HBM, Tier.HOST)
-        assert [src_slot for _, src_slot in found] == [self.ready[Tier.HOST][key] for key in wanted]
+        found: list[tuple[int, int]] = []
+
+        def reserve() -> int:
+            found.extend(self.residency.reserve(keys, dst, reserved, src, pins=1))
+            return len(found)
+
+        if not wanted:
+            self._refused(reserve)
+            return
+        if self._attempt(reserve) is None:
+            assert not free
+            return
+        del wanted[max(1, free) :]
+        assert [src_slot for _, src_slot in found] == [self.ready[src][key] for key in wanted]
         for key, (slot, src_slot) in zip(wanted, found, strict=True):
-            self._scribble(Tier.HBM, slot)
-            self.flights.append(Flight(key, Tier.HOST, src_slot, Tier.HBM, slot, 0, None))
-            self.holds.append(Hold(key, Tier.HBM, slot))
+            self._scribble(dst, slot)
+            flight = Flight(key, src, src_slot, dst, slot, reserved, None)
+            self.flights.append(flight)
+            self.holds.append(Hold(key, dst, slot))
+            if dst in self.records:
+                self._take_erases()
+                self.hardware.enqueue(dst, flight)
 
     def _settle(self, flight: Flight, *, well: bool) -> None:
         """The flight ends; the source is let go first, as an ack does it."""
@@ -176,35 +199,47 @@ class ResidencyModel:
         self.flights.remove(flight)
         key, dst, slot = flight.key, flight.dst, flight.dst_slot
         if flight.src is not None:
-            self.residency.unpin(key, flight.src, flight.src_slot)
+            self.residency.unpin((key,), flight.src, (flight.src_slot,))
         if not arrived:
             self.residency.fail(key, dst, slot)
             self._forget_if_gone(key)
             return
-        assert self.residency.commit(key, dst, slot, flight.nbytes, flight.parent) is flight.live
+        readable = self.residency.commit(
+            (key,), dst, (slot,), sizes=(flight.nbytes,), parents=(flight.parent,)
+        )
+        assert readable == [flight.live]
         if flight.live:
             self._now_readable(key, dst, slot, flight.parent)
 
     def _arrive(self, flights: list[Flight]) -> None:
-        """Flights from one tier into HBM end well together."""
+        """Flights along one edge end well together: their sources are let go by the same call."""
         for flight in flights:
             assert self.hardware.run(flight, well=True) or not flight.live
             self.flights.remove(flight)
-        keys, src = [f.key for f in flights], flights[0].src
-        assert src is not None
-        slots, src_slots = [f.dst_slot for f in flights], [f.src_slot for f in flights]
-        found = self.residency.arrive_run(keys, src, src_slots, Tier.HBM, slots)
+        src, dst = flights[0].src, flights[0].dst
+        found = self.residency.commit(
+            [f.key for f in flights],
+            dst,
+            [f.dst_slot for f in flights],
+            src,
+            [f.src_slot for f in flights],
+            sizes=[f.nbytes for f in flights],
+            parents=[f.parent for f in flights],
+        )
         assert found == [f.live for f in flights]
         for flight in flights:
             if flight.live:
-                self._now_readable(flight.key, Tier.HBM, flight.dst_slot, None)
+                self._now_readable(flight.key, dst, flight.dst_slot, flight.parent)
 
-    def _release(self, holds: list[Hold]) -> None:
-        """Pins of one tier end together; their pages were used."""
+    def _release(self, holds: list[Hold], *, used: bool) -> None:
+        """Pins of one tier end together; ``used``: their pages were used."""
         keys, slots = [hold.key for hold in holds], [hold.slot for hold in holds]
-        for key in keys:
-            self.history.hit(key, below=False)
-        self.residency.release_run(keys, holds[0].tier, slots)
+        if used:
+            for key in keys:
+                self.history.hit(key, below=False)
+            self.residency.release(keys, holds[0].tier, slots)
+        else:
+            self.residency.unpin(keys, holds[0].tier, slots)
         for hold in holds:
             self.holds.remove(hold)
 

@@ -19,8 +19,8 @@ def family(budget: int) -> Residency:
     residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=budget)})
     parents: dict[PageKey, PageKey] = {OLD_CHILD: ROOT, NEW_CHILD: ROOT}
     for key in (OLD_CHILD, ROOT, NEW_CHILD, LONER):
-        slot = residency.reserve(key, Tier.NVME, 10)
-        residency.commit(key, Tier.NVME, slot, 10, parents.get(key))
+        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10)
+        residency.commit((key,), Tier.NVME, (slot,), sizes=(10,), parents=(parents.get(key),))
     return residency
 
 
@@ -46,8 +46,8 @@ def test_a_parent_goes_after_its_last_child_and_then_at_its_own_rank(
 def test_an_unreachable_page_counts_once_although_its_child_leaves_with_it() -> None:
     residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=30)})
     for key, parent in ((OLD_CHILD, ROOT), (NEW_CHILD, OLD_CHILD), (LONER, None)):
-        slot = residency.reserve(key, Tier.NVME, 10, parent=parent)
-        residency.commit(key, Tier.NVME, slot, 10, parent)
+        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parent=parent)
+        residency.commit((key,), Tier.NVME, (slot,), sizes=(10,), parents=(parent,))
     assert chosen(residency, 20) == [NEW_CHILD, OLD_CHILD]
     assert chosen(residency, 30) == [NEW_CHILD, OLD_CHILD, LONER]
 
@@ -61,6 +61,6 @@ def test_choosing_changes_nothing() -> None:
 
 def test_pinned_records_leave_too_little() -> None:
     residency = family(40)
-    residency.pin(NEW_CHILD, Tier.NVME)
+    residency.pin((NEW_CHILD,), Tier.NVME)
     with pytest.raises(CapacityError, match="not enough to drop"):
         chosen(residency, 30)

@@ -20,8 +20,8 @@ def residency(slots: int = PAGES + 8) -> Residency:
 
 
 def put(pages: Residency, key: PageKey, parent: PageKey | None) -> None:
-    slot = pages.reserve(key, Tier.HOST, parent=parent)
-    pages.commit(key, Tier.HOST, slot, 0, parent)
+    [(slot, _)] = pages.reserve((key,), Tier.HOST, parent=parent)
+    pages.commit((key,), Tier.HOST, (slot,), parents=(parent,))
 
 
 def long_chain(slots: int = PAGES + 8) -> tuple[Residency, list[PageKey]]:

@@ -110,11 +110,8 @@ class ExactnessMachine(RuleBasedStateMachine):
         self.check()
 
     def start(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        if len(self.moving) % 2:  # in a run, as leases take pages
-            [(slot, _)] = self.residency.reserve_run([key], dst, src, pins=0)
-        else:
-            slot = self.residency.reserve(key, dst, src=src)
-        self.moving.append((key, src, self.residency.tables[src].copies[key].slot, dst, slot))
+        [(slot, src_slot)] = self.residency.reserve((key,), dst, src=src)
+        self.moving.append((key, src, src_slot, dst, slot))
 
     def may_move(self, key: PageKey, src: Tier, dst: Tier) -> bool:
         """Pages go down from anywhere, and up from where they are fastest."""
@@ -134,10 +131,10 @@ class ExactnessMachine(RuleBasedStateMachine):
         if arrives:
             through = self.lossy is not None and (src >= self.lossy or dst >= self.lossy)
             self.truth[dst, slot] = self.truth[src, src_slot] and not through
-            self.residency.commit(key, dst, slot)
+            self.residency.commit((key,), dst, (slot,))
         else:
             self.residency.fail(key, dst, slot)
-        self.residency.unpin(key, src, src_slot)
+        self.residency.unpin((key,), src, (src_slot,))
 
     @rule(which=which)
     def evict(self, which: int) -> None:

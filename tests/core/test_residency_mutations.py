@@ -44,8 +44,8 @@ BUGS = [
     ),
     Bug(
         "the source is not pinned",
-        "            self.pin(key, src)\n        try:",
-        "            pass\n        try:",
+        "                below.pins += 1\n                if below.pins == 1:",
+        "                if False:",
     ),
     Bug(
         "a copy is readable before commit",
@@ -53,29 +53,29 @@ BUGS = [
         "Copy(slot, nbytes, rank, True, pins=pins)",
     ),
     Bug(
-        "the sources of a run are not pinned",
-        "            below.pins += 1\n            if below.pins == 1:",
-        "            if False:",
-    ),
-    Bug(
         "a pinned copy may leave",
         "        table.withdraw(copy)\n        if self._memory_only",
         "        if self._memory_only",
     ),
     Bug(
-        "a run takes a source that is on its way",
-        "if below is None or not below.ready or key in copies",
-        "if below is None or key in copies",
+        "a source that is on its way is copied",
+        "if key in copies or (copied and (below is None or not below.ready)):",
+        "if key in copies or (copied and below is None):",
     ),
     Bug(
-        "a run writes over a copy that is there",
-        "not below.ready or key in copies or not free",
-        "not below.ready or not free",
+        "a copy that is there is written over",
+        "if key in copies or (copied and (below is None or not below.ready)):",
+        "if copied and (below is None or not below.ready):",
     ),
     Bug(
-        "a run's copies are not counted as pinned",
-        "        table.pinned += len(found) if pins else 0\n",
+        "a copy that is pinned from its start is not counted as pinned",
+        "        table.pinned += len(places) if pins else 0\n",
         "",
+    ),
+    Bug(
+        "every page of a run takes a victim's place",
+        "                if places:\n                    break\n                self._make_space",
+        "                self._make_space",
     ),
     Bug(
         "a mirror of a pinned copy keeps its queue",
@@ -83,37 +83,37 @@ BUGS = [
         "        if False:\n            self.settle_mirror",
     ),
     Bug(
-        "the first pin of a run's source is not told",
-        "                held(key, src, source, below)\n",
-        "                pass\n",
+        "the first pin of a source is not told",
+        "                    held(key, origin, source, below)\n",
+        "                    pass\n",
     ),
     Bug(
-        "a run pins what is on its way",
-        "            if copy is None or not copy.ready:\n                break\n            copy.pins += 1",
-        "            if copy is None:\n                break\n            copy.pins += 1",
+        "the first pin of what is on its way is not counted",
+        "                else:\n                    table.pinned += 1\n            slots.append",
+        "            slots.append",
     ),
     Bug(
-        "the first pin of a run is not told",
-        "                held(key, tier, table, copy)\n",
-        "                pass\n",
+        "a copy that arrived stays in its queues",
+        "            resettle(key)\n            if changed",
+        "            if changed",
+    ),
+    Bug("a copy that arrived is not counted as there", "            table.arriving -= 1\n", ""),
+    Bug("a copy that arrived without holders is not idle", "            table.idle += not copy.pins\n", ""),
+    Bug(
+        "a source stays pinned",
+        "                    below.pins -= 1\n                    if not",
+        "                    if not",
+    ),
+    Bug("a source is not counted as let go", "                        source.pinned -= 1\n", ""),
+    Bug(
+        "the source of an aborted copy stays in its queues",
+        "                if below is not None:\n                    resettle(key)\n",
+        "",
     ),
     Bug(
-        "a run that arrived stays in its queues",
-        "            resettle(key)\n            found",
-        "            found",
-    ),
-    Bug("a run that arrived is not counted as there", "            table.arriving -= 1\n", ""),
-    Bug("a run without holders is not idle", "            table.idle += not copy.pins\n", ""),
-    Bug(
-        "the sources of a run stay pinned",
-        "            below.pins -= 1\n            if not",
-        "            if not",
-    ),
-    Bug("a run's sources are not counted as let go", "                source.pinned -= 1\n", ""),
-    Bug(
-        "a run arrives in another copy",
-        "copy is None or copy.slot != slot or below",
-        "copy is None or below",
+        "a source that is gone keeps a holder",
+        "                    self._let_go(src, source, src_slots[i])\n",
+        "",
     ),
     Bug(
         "a run that was let go stays in its queues",
@@ -123,15 +123,10 @@ BUGS = [
     Bug("a run keeps its holders", "                    copy.pins -= 1\n", ""),
     Bug(
         "a new rank of a run leaves the old one in the order",
-        "                    each.withdraw(copy)\n",
+        "                    table.withdraw(copy)\n",
         "",
     ),
     Bug("a run lets go another copy", "if other == tier and copy.slot == slot:", "if other == tier:"),
-    Bug(
-        "a capacity failure keeps the source pinned",
-        "                self.unpin(key, src, self.tables[src].copies[key].slot)\n            raise",
-        "                pass\n            raise",
-    ),
     Bug(
         "an evicted slot is not freed",
         "            table.put_back(copy.slot, copy.nbytes)\n",
@@ -145,8 +140,8 @@ BUGS = [
     ),
     Bug(
         "a parent that becomes known is not protected",
-        "            self.queues.resettle(parent)\n        self.queues.resettle(key)",
-        "            pass\n        self.queues.resettle(key)",
+        "            lineage.link(key, parent)\n            self.queues.resettle(parent)\n",
+        "            lineage.link(key, parent)\n",
     ),
     Bug(
         "the parent of a lost page stays protected",
@@ -155,7 +150,7 @@ BUGS = [
     ),
     Bug(
         "commit does not return what it did not need",
-        "        table.used_nbytes += nbytes - copy.nbytes\n",
+        "                table.used_nbytes += sizes[i] - copy.nbytes\n",
         "",
     ),
     Bug("a freed slot keeps its bytes", "        self.used_nbytes -= nbytes\n", ""),
@@ -176,8 +171,8 @@ BUGS = [
     ),
     Bug(
         "the first pin is not told",
-        "            self.queues.held(key, tier, table, copy)\n        else",
-        "            table.pinned += 1\n        else",
+        "                    held(key, tier, table, copy)\n                else",
+        "                    table.pinned += 1\n                else",
     ),
     Bug("a copy that may not leave is thought to wait", "        copy.queue = None\n", ""),
     Bug(
@@ -197,8 +192,8 @@ BUGS = [
     ),
     Bug(
         "the end of a dead transfer makes the newer copy readable",
-        "        if copy is None or copy.slot != slot:\n            self._let_go(dst",
-        "        if copy is None:\n            self._let_go(dst",
+        "            if copy is None or copy.slot != slot:\n                self._let_go(dst",
+        "            if copy is None:\n                self._let_go(dst",
     ),
     Bug(
         "what follows a page that left counts as reachable",
@@ -222,8 +217,8 @@ BUGS = [
     ),
     Bug(
         "what follows a page on its way counts as unreachable",
-        "        if first:\n            self.orphans.recheck_children(key)\n        return slot",
-        "        return slot",
+        "                self.orphans.recheck_children(key)\n                parent = key",
+        "                parent = key",
     ),
     Bug(
         "a page on its way is reachable whatever it follows",
@@ -267,7 +262,7 @@ BUGS = [
     ),
     Bug(
         "an unreachable page takes a place below",
-        "if cut_off and not table.has_space(nbytes):",
+        "if cut_off and not self.tables[dst].has_space(nbytes):",
         "if False:",
     ),
     Bug(

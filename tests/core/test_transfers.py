@@ -62,8 +62,9 @@ def test_an_erase_leaves_before_the_write_that_uses_its_room(
     residency: Residency, traffic: Transfers
 ) -> None:
     for n in range(10):
-        residency.commit(key(n), Tier.NVME, residency.reserve(key(n), Tier.NVME, 10), 10)
-    slot = residency.reserve(key(11), Tier.NVME, 10)
+        [(slot, _)] = residency.reserve((key(n),), Tier.NVME, 10)
+        residency.commit((key(n),), Tier.NVME, (slot,), sizes=(10,))
+    [(slot, _)] = residency.reserve((key(11),), Tier.NVME, 10)
     traffic.add(*DOWN, Move(key(11), 0, slot, 10, None))
     traffic.emit(0.0)
     erase, write = traffic.take()

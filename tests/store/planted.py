@@ -76,29 +76,35 @@ def a_layer_is_ready_when_it_is_asked_for(patch: pytest.MonkeyPatch) -> None:
 @BUGS_IN_MEMORY.bug
 def a_failed_page_is_served(patch: pytest.MonkeyPatch) -> None:
     def failed(self: Directory, transfer: Transfer, i: int, failure: Failure) -> None:
-        self._arrived(transfer, i, 0, 0.0)
+        self._arrived(transfer.part((i,)), iter((0,)), 0.0)
 
     patch.setattr(Directory, "_failed", failed)
 
 
 @BUGS_IN_MEMORY.bug
 def a_source_is_unpinned_at_submit(patch: pytest.MonkeyPatch) -> None:
-    take, unpin = Directory.take_commands, Directory._unpin
+    take, commit = Directory.take_commands, Residency.commit
 
     def early(self: Directory) -> list[Transfer | Erase]:
         commands = take(self)
         for command in commands:
             if isinstance(command, Transfer):
-                for key, slot in zip(command.keys, command.src_slots, strict=True):
-                    unpin(self, key, command.src, slot)
+                self.residency.unpin(command.keys, command.src, command.src_slots)
         return commands
 
-    def never(self: Directory, key: PageKey, tier: Tier, slot: int) -> None:
-        if slot in {copy.slot for copy in self.residency.tables[tier].copies.values() if copy.pins}:
-            return
+    def not_again(
+        self: Residency,
+        keys: Sequence[PageKey],
+        dst: Tier,
+        slots: Sequence[int],
+        src: Tier | None = None,
+        src_slots: Sequence[int] = (),
+        **named: Any,
+    ) -> list[bool]:
+        return commit(self, keys, dst, slots, **named)
 
     patch.setattr(Directory, "take_commands", early)
-    patch.setattr(Directory, "_unpin", never)
+    patch.setattr(Residency, "commit", not_again)
 
 
 @BUGS_IN_MEMORY.bug
@@ -134,15 +140,16 @@ def clear_leaves_what_is_on_disk_alone(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_IN_MEMORY.bug
 def no_watch_is_told_of_pages_that_are_loaded(patch: pytest.MonkeyPatch) -> None:
-    arrive = Residency.arrive_run
+    commit = Residency.commit
 
-    def silent(self: Residency, *args: Any) -> list[bool]:
-        changed, self.changed = self.changed, None
-        found = arrive(self, *args)
+    def silent(self: Residency, keys: Sequence[PageKey], dst: Tier, *args: Any, **named: Any) -> list[bool]:
+        changed = self.changed
+        self.changed = None if dst == Tier.HBM else changed
+        found = commit(self, keys, dst, *args, **named)
         self.changed = changed
         return found
 
-    patch.setattr(Residency, "arrive_run", silent)
+    patch.setattr(Residency, "commit", silent)
 
 
 @BUGS_IN_MEMORY.bug
@@ -351,13 +358,13 @@ def a_late_page_is_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 @BUGS_OF_SICK_DISKS.bug
 def a_late_page_gives_up_its_source(patch: pytest.MonkeyPatch) -> None:
-    late, unpin = Directory._late, Directory._unpin
+    late = Directory._late
 
     def early(self: Directory, key: PageKey, dst: Tier, slot: int) -> None:
         late(self, key, dst, slot)
         copy = self.residency.tables[Tier.NVME].copies.get(key)
         if copy is not None and copy.pins:
-            unpin(self, key, Tier.NVME, copy.slot)
+            self.residency.unpin((key,), Tier.NVME, (copy.slot,))
 
     patch.setattr(Directory, "_late", early)
 

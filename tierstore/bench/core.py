@@ -62,7 +62,7 @@ def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
 
 
 def reserve_and_commit(pages: int) -> list[Row]:
-    """Measure copies from HBM to HOST as the store makes them: reserve with a pinned source, unpin, commit."""
+    """Measure copies from HBM to HOST, page by page: reserve with a pinned source, commit that unpins it."""
     keys = [key for key, _ in synthetic_pages(2 * pages)]
     old, new = keys[:pages], keys[pages:]
     free, dropping = [], []
@@ -103,9 +103,8 @@ def _put(residency: Residency, keys: list[PageKey]) -> None:
 def _copy_to_host(residency: Residency, keys: list[PageKey]) -> None:
     parent: PageKey | None = None
     for key in keys:
-        slot = residency.reserve(key, Tier.HOST, 0, Tier.HBM)
-        residency.unpin(key, Tier.HBM, residency.tables[Tier.HBM].copies[key].slot)
-        residency.commit(key, Tier.HOST, slot, 0, parent)
+        [(slot, source)] = residency.reserve((key,), Tier.HOST, 0, Tier.HBM)
+        residency.commit((key,), Tier.HOST, (slot,), Tier.HBM, (source,), parents=(parent,))
         parent = key
 
 
@@ -119,8 +118,8 @@ def _fill_host(pages: int) -> Residency:
     nvme = TierTable(make_policy("lru"), budget_nbytes=pages)
     residency = Residency({Tier.HOST: _slots(pages), Tier.NVME: nvme})
     for key, parent in synthetic_pages(pages):
-        slot = residency.reserve(key, Tier.HOST)
-        residency.commit(key, Tier.HOST, slot, 0, parent)
+        [(slot, _)] = residency.reserve((key,), Tier.HOST)
+        residency.commit((key,), Tier.HOST, (slot,), parents=(parent,))
     return residency
 
 

@@ -329,7 +329,6 @@ class Rig:
         directory = parts.directory
         for owner, method, part in (
             (directory, "extend_lease", "plan"),
-            (directory.residency, "reserve_run", "reserve"),
             (directory.residency, "reserve", "reserve"),
             (directory.loads, "start", "plan"),
             (engine, "submit", "submit"),

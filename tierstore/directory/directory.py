@@ -6,6 +6,7 @@ It holds residency, traffic, loads, placement and hints of one store. It knows n
 
 from __future__ import annotations
 
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from tierstore.directory.admission import AdmissionControl
@@ -20,7 +21,7 @@ from tierstore.directory.writeback import Ticket, WriteBack
 from tierstore.types import Ack, Erase, Failure, Hint, PageKey, Promoted, Tier, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tierstore.directory.leases import LeaseRecord
     from tierstore.directory.residency import TierTable
@@ -272,45 +273,64 @@ class Directory:
         """
         transfer = self.transfers.settle(ack, now)
         self._metrics.moved(transfer, ack, self.transfers.page_nbytes)
-        whole = ack.ok and not (ack.failures or ack.late)
-        if whole and transfer.dst == Tier.HBM and self.loads.owned:
-            keys, src = transfer.keys, transfer.src
-            self.loads.all_arrived(keys, src, transfer.src_slots, transfer.dst_slots)
-            self.writeback.sinks.unpinned(keys, src)
-            return
         failures = dict(ack.failures)
         if not ack.ok and not failures:
             failures = dict.fromkeys(range(len(transfer.keys)), Failure.IO_ERROR)
         share = ack.nbytes // ack.num_ready if ack.num_ready else 0
-        sizes = iter(ack.sizes)
-        for i, src_slot in enumerate(transfer.src_slots):
+        sizes = chain(ack.sizes, repeat(share))
+        if not failures and not ack.late:
+            self._arrived(transfer, sizes, now)
+            return
+        start = 0
+        for i in sorted({*failures, *ack.late}):
+            self._arrived(transfer.part(range(start, i)), sizes, now)
+            start = i + 1
             if i in ack.late:
                 self._late(transfer.keys[i], transfer.dst, transfer.dst_slots[i])
-                continue
-            if transfer.src in self.residency.tables:
-                self._unpin(transfer.keys[i], transfer.src, src_slot)
             else:
-                self.outgoing.ended(src_slot)
-            if i in failures:
                 self._failed(transfer, i, failures[i])
-            else:
-                self._arrived(transfer, i, next(sizes, share), now)
+        self._arrived(transfer.part(range(start, len(transfer.keys))), sizes, now)
 
-    def _arrived(self, transfer: Transfer, i: int, nbytes: int, now: float) -> None:
-        key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+    def _arrived(self, transfer: Transfer, sizes: Iterator[int], now: float) -> None:
+        """All pages of ``transfer`` have arrived; their sizes are the next of ``sizes``."""
+        keys, src, dst = transfer.keys, transfer.src, transfer.dst
+        sinks = self.writeback.sinks
         if dst == Tier.HBM:
-            self.loads.arrived(key, slot)
+            self.loads.arrived(keys, transfer.dst_slots, src, transfer.src_slots)
+            sinks.unpinned(keys, src)
             return
-        if dst == self.admission.guarded:
-            self.admission.written(key, nbytes, now)
         sized = self.residency.tables[dst].budget_nbytes is not None
-        readable = self.residency.commit(key, dst, slot, nbytes if sized else 0, transfer.parents[i])
-        if readable and transfer.src < dst:
-            self.writeback.saved(key, dst)
-        self._settled(key, dst, readable=readable)
+        nbytes = list(islice(sizes, len(keys)))
+        if dst == self.admission.guarded:
+            for key, size in zip(keys, nbytes, strict=True):
+                self.admission.written(key, size, now)
+        source = src if src in self.residency.tables else None
+        if source is None:
+            for slot in transfer.src_slots:
+                self.outgoing.ended(slot)
+        readable = self.residency.commit(
+            keys,
+            dst,
+            transfer.dst_slots,
+            source,
+            transfer.src_slots,
+            sizes=nbytes if sized else (),
+            parents=transfer.parents,
+        )
+        if source is not None:
+            sinks.unpinned(keys, source)
+        for key, there in zip(keys, readable, strict=True):
+            if there and src < dst:
+                self.writeback.saved(key, dst)
+            self._settled(key, dst, readable=there)
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
+        if transfer.src in self.residency.tables:
+            self.residency.unpin((key,), transfer.src, (transfer.src_slots[i],))
+            self.writeback.sinks.unpinned((key,), transfer.src)
+        else:
+            self.outgoing.ended(transfer.src_slots[i])
         if self._tells_of_source(transfer.src, failure):
             self._drop_broken(key, transfer.src, transfer.src_slots[i], failure)
         if dst == Tier.HBM:
@@ -365,10 +385,6 @@ class Directory:
             self.drops.note(Failure.UNFIT.value)
         if self.residency.where(key) is None:
             self.writeback.forgotten(key)
-
-    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
-        self.residency.unpin(key, tier, slot)
-        self.writeback.sinks.unpinned((key,), tier)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -406,7 +406,9 @@ class Space:
         follows = None if coming else parent
         nbytes = self._nbytes(dst)
         try:
-            dst_slot = self._residency.reserve(key, dst, nbytes, memory_only=memory_only, parent=follows)
+            [(dst_slot, _)] = self._residency.reserve(
+                (key,), dst, nbytes, memory_only=memory_only, parent=follows
+            )
         except CapacityError:
             return False
         self._residency.exactness.put(key, parent)
@@ -415,16 +417,15 @@ class Space:
 
     def copy(self, key: PageKey, src: Tier, dst: Tier) -> bool:
         """Plans the copy of a page one tier down; False if there is no room. True if it is there or on its way."""
-        tables = self._tables
-        if key in tables[dst].copies:
+        if key in self._tables[dst].copies:
             return True
         nbytes = self._nbytes(dst)
         try:
-            slot = self._residency.reserve(key, dst, nbytes, src)
+            [(slot, src_slot)] = self._residency.reserve((key,), dst, nbytes, src)
         except CapacityError:
             return False
         parent = self._residency.lineage.parent(key)
-        self._transfers.add(src, dst, Move(key, tables[src].copies[key].slot, slot, nbytes, parent))
+        self._transfers.add(src, dst, Move(key, src_slot, slot, nbytes, parent))
         return True
 
     def _has_room(self, tier: Tier) -> bool:

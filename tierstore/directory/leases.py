@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tierstore.errors import CapacityError, LeaseError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from tierstore.directory.eviction import Drops
     from tierstore.directory.loads import Load, Loads
-    from tierstore.directory.residency import Residency
+    from tierstore.directory.residency import Residency, TierTable
     from tierstore.directory.writeback import WriteBack
     from tierstore.types import Counters, Event
 
@@ -120,9 +122,7 @@ class Leases:
             if lease.cut or index == len(lease.keys):
                 lease.complete = True
                 return
-            if self._attach_run(lease, index, lease.keys[index:end]):
-                continue
-            reason = self._attach(lease, index, lease.keys[index], now)
+            reason = self._attach(lease, lease.keys[index:end], now)
             if reason is not None:
                 lease.miss_reason = reason
                 lease.complete = True
@@ -130,7 +130,8 @@ class Leases:
 
     def hold(self, lease: LeaseRecord, key: PageKey) -> None:
         """Pins a page sealed under the lease until its release."""
-        lease.held.append((key, self._residency.pin(key, Tier.HBM)))
+        [slot] = self._residency.pin((key,), Tier.HBM)
+        lease.held.append((key, slot))
         if not self._residency.exactness.exact(key):
             lease.inexact_from = -1
 
@@ -265,113 +266,85 @@ class Leases:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _attach_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
-        """Adds the first of ``keys`` that are there, on their way, or only to be copied into free slots; whether there
-        was one.
+    def _attach(self, lease: LeaseRecord, keys: Sequence[PageKey], now: float) -> str | None:
+        """Add the first of ``keys`` to a lease, and those after it that come from the same place.
 
-        What is usual, without what is not: its Python is what the link and the first token wait for.
+        Returns the reason if the first page cannot be had. Few calls a page: a link and a first token wait for it.
         """
+        index = len(lease.slots)
         exact = self._residency.exactness.prefix(keys)
         if lease.exact:
+            if not exact:
+                held = self._residency.held(keys[0])
+                return "inexact" if held else self._drops.fate(keys[0]) or "not_found"
             keys = keys[:exact]
-        if self._hbm is None or not keys or not self._take_run(lease, index, keys):
-            return False
+        if self._hbm is not None and keys[0] in self._hbm.copies:
+            self._join(lease, index, keys, self._hbm)
+        else:
+            reason = self._load(lease, index, keys, now)
+            if reason is not None:
+                return reason
         if lease.inexact_from is None and index + exact < len(lease.slots):
             lease.inexact_from = index + exact
-        return True
-
-    def _take_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
-        """``_attach_run`` without a look at whether they are exact."""
-        assert self._hbm is not None
-        if keys[0] in self._hbm.copies:
-            slots = self._residency.pin_run(keys, Tier.HBM)
-            lease.slots += slots
-            return self._taken(lease, keys[: len(slots)], Tier.HBM) or self._join_run(lease, index, keys)
-        gate = self._loads.gate
-        if lease.deadline is not None or gate == Tier.HBM:
-            return False
-        places = self._residency.reserve_run(keys, Tier.HBM, gate)
-        keys = keys[: len(places)]
-        self._loads.start(lease, index, keys, gate, places)
-        lease.slots += [slot for slot, _ in places]
-        lease.waiting.update(range(index, index + len(places)))
-        return self._taken(lease, keys, gate)
-
-    def _join_run(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey]) -> bool:
-        """Adds the first of ``keys`` that are on their way from one tier, the first of them certainly."""
-        assert self._hbm is not None
-        copies, by_slot, pin = self._hbm.copies, self._loads.by_slot, self._residency.pin
-        source = by_slot[copies[keys[0]].slot].source
-        joined = 0
-        for key in keys:
-            copy = copies.get(key)
-            load = None if copy is None or copy.ready else by_slot[copy.slot]
-            if load is None or load.source != source:
-                break
-            lease.slots.append(pin(key, Tier.HBM))
-            lease.waiting.add(index + joined)
-            load.waiters.append((lease, index + joined))
-            joined += 1
-        return self._taken(lease, keys[:joined], source)
-
-    def _taken(self, lease: LeaseRecord, keys: Sequence[PageKey], source: Tier) -> bool:
-        lease.sources += [source] * len(keys)
-        if keys:
-            self._hit(keys, source)
-        return bool(keys)
-
-    def _attach(self, lease: LeaseRecord, index: int, key: PageKey, now: float) -> str | None:
-        """Adds one page to a lease; the reason if it cannot."""
-        if not self._residency.exactness.exact(key):
-            if lease.exact:
-                return "inexact" if self._residency.held(key) else self._drops.fate(key) or "not_found"
-            if lease.inexact_from is None:
-                lease.inexact_from = index
-        copy = None if self._hbm is None else self._hbm.copies.get(key)
-        if copy is not None:
-            lease.slots.append(self._residency.pin(key, Tier.HBM))
-            if copy.ready:
-                lease.sources.append(Tier.HBM)
-            else:
-                self._await(lease, index, self._loads.by_slot[copy.slot])
-            self._hit((key,), lease.sources[-1])
-            return None
-        source = self._residency.where(key)
-        if source is None:
-            return self._drops.fate(key) or "not_found"
-        if lease.deadline is not None and self._loads.too_late(source, lease.deadline, now):
-            return "deadline"
-        slot = (
-            self._reserve(key, source) if lease.into is None else self._given(lease.into[index], key, source)
-        )
-        if slot is None:
-            return "no_room"
-        lease.slots.append(slot)
-        source_slot = self._residency.tables[source].copies[key].slot
-        self._loads.start(lease, index, (key,), source, [(slot, source_slot)])
-        lease.sources.append(source)
-        lease.waiting.add(index)
-        self._hit((key,), source)
         return None
 
-    def _await(self, lease: LeaseRecord, index: int, load: Load) -> None:
-        lease.sources.append(load.source)
-        lease.waiting.add(index)
-        load.waiters.append((lease, index))
+    def _join(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], hbm: TierTable) -> None:
+        """Add the first of ``keys``, those that are in HBM or on their way there."""
+        slots = self._residency.pin(keys, Tier.HBM)
+        lease.slots += slots
+        if not hbm.arriving:
+            lease.sources += [Tier.HBM] * len(slots)
+            self._hit(keys[: len(slots)], Tier.HBM)
+            return
+        loads = list(map(self._loads.by_slot.get, slots))
+        for number, load in enumerate(loads, index):
+            if load is not None:
+                lease.waiting.add(number)
+                load.waiters.append((lease, number))
+        sources = [Tier.HBM if load is None else load.source for load in loads]
+        lease.sources += sources
+        for source, run in groupby(zip(sources, keys, strict=False), itemgetter(0)):
+            self._hit([key for _, key in run], source)
 
-    def _reserve(self, key: PageKey, source: Tier) -> int | None:
-        """A slot that the lease pins; the source is pinned for the load. None: there is no room."""
-        try:
-            return self._residency.reserve(key, Tier.HBM, 0, source, pins=1)
-        except CapacityError:
-            return None
+    def _load(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], now: float) -> str | None:
+        """Start to load the first of ``keys`` from the fastest tier that has it, and those after it from there.
 
-    def _given(self, slot: int, key: PageKey, source: Tier) -> int:
-        """An engine's slot; the source is pinned for the load. LeaseError if another load is to fill the slot."""
-        if slot in self._loads.by_slot:
-            raise LeaseError(f"HBM slot {slot} is already the target of a load")
-        self._residency.pin(key, source)
-        return slot
+        Returns the reason if the first page cannot be loaded.
+        """
+        source = self._residency.where(keys[0])
+        if source is None:
+            return self._drops.fate(keys[0]) or "not_found"
+        if source != self._loads.gate:
+            keys = keys[:1]  # the next one may be in a faster tier
+        if lease.deadline is not None and self._loads.too_late(source, lease.deadline, now, len(keys)):
+            if self._loads.too_late(source, lease.deadline, now, 1):
+                return "deadline"
+            keys = keys[:1]
+        if lease.into is not None:
+            places = self._given(lease.into[index : index + len(keys)], keys, source)
+        else:
+            try:
+                places = self._residency.reserve(keys, Tier.HBM, 0, source, pins=1)
+            except CapacityError:
+                return "no_room"
+        keys = keys[: len(places)]
+        self._loads.start(lease, index, keys, source, places)
+        lease.slots += [slot for slot, _ in places]
+        lease.sources += [source] * len(places)
+        lease.waiting.update(range(index, index + len(places)))
+        self._hit(keys, source)
+        return None
+
+    def _given(self, slots: Sequence[int], keys: Sequence[PageKey], source: Tier) -> list[tuple[int, int]]:
+        """Pin the sources of the first of ``keys``, those that are readable in ``source``, for an engine's slots.
+
+        Returns each slot with that of its source. LeaseError if another load is to fill a slot.
+        """
+        for slot in slots:
+            if slot in self._loads.by_slot:
+                raise LeaseError(f"HBM slot {slot} is already the target of a load")
+        readable = list(takewhile(self._residency.tables[source].ready, keys))
+        return list(zip(slots, self._residency.pin(readable, source), strict=False))
 
     def _first_not_there(self, lease: LeaseRecord) -> int | None:
         """The first page that is on its way, or still being written for a caller who was not told of its writer."""
@@ -394,15 +367,14 @@ class Leases:
         if self._hbm is None:
             self._residency.touch(keys)
             return
-        self._residency.release_run(keys, Tier.HBM, slots)
+        self._residency.release(keys, Tier.HBM, slots)
         self._sinks.unpinned(reversed(keys), Tier.HBM)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
         if self._hbm is not None:
-            pins = list(zip(lease.keys[start:], lease.slots[start:], strict=False))
-            for key, slot in reversed(pins):
-                self._residency.unpin(key, Tier.HBM, slot)
-                self._sinks.unpinned((key,), Tier.HBM)
+            keys = lease.keys[start : len(lease.slots)]
+            self._residency.unpin(keys, Tier.HBM, lease.slots[start:])
+            self._sinks.unpinned(reversed(keys), Tier.HBM)
         del lease.slots[start:]
 
     def _count(self, lease: LeaseRecord) -> None:

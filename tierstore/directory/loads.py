@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.directory.transfers import BATCH_PAGES, Move
@@ -23,7 +23,7 @@ from tierstore.policy.orders import BAND
 from tierstore.types import Promoted, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tierstore.directory.hints import HintTable
     from tierstore.directory.leases import LeaseRecord
@@ -114,10 +114,9 @@ class Loads:
                     self._end_unheld(self.promoting[key])
                 else:
                     try:
-                        slot = residency.reserve(key, gate, 0, source)
+                        [(slot, source_slot)] = residency.reserve((key,), gate, 0, source)
                     except CapacityError:
                         return
-                    source_slot = residency.tables[source].copies[key].slot
                     parent = residency.lineage.parent(key)
                     self._transfers.add(source, gate, Move(key, source_slot, slot, 0, parent))
                     started += 1
@@ -128,15 +127,15 @@ class Loads:
     def promoted(self, key: PageKey) -> None:
         """The page is readable in the gate: its loads go on from there."""
         for load in self.promoting.pop(key, ()):
-            source_slot = self._residency.pin(key, self.gate)
-            self._residency.unpin(key, load.source, load.source_slot)
+            [source_slot] = self._residency.pin((key,), self.gate)
+            self._residency.unpin((key,), load.source, (load.source_slot,))
             load.source, load.source_slot = self.gate, source_slot
             self._submit(load)
 
     def lost(self, key: PageKey) -> None:
         """The page cannot be promoted: its loads end without it."""
         for load in self.promoting.pop(key, ()):
-            self._residency.unpin(key, load.source, load.source_slot)
+            self._residency.unpin((key,), load.source, (load.source_slot,))
             self._end(load, arrived=False)
 
     def give_up_queued(self) -> None:
@@ -145,19 +144,16 @@ class Loads:
             self.lost(key)
         self._queue.clear()
 
-    def arrived(self, key: PageKey, slot: int) -> None:
-        """A transfer has filled the slot."""
-        load = self.by_slot.get(slot)
-        if self.owned and not self._residency.commit(key, Tier.HBM, slot):
-            return
-        if load is not None and load.key == key and load.submitted:
-            self._end(load, arrived=True)
-
-    def all_arrived(
-        self, keys: Sequence[PageKey], src: Tier, src_slots: Sequence[int], slots: Sequence[int]
+    def arrived(
+        self, keys: Sequence[PageKey], slots: Sequence[int], src: Tier, src_slots: Sequence[int]
     ) -> None:
-        """As ``arrived`` for each; their sources are let go. Where HBM is the store's own."""
-        readable = self._residency.arrive_run(keys, src, src_slots, Tier.HBM, slots)
+        """A transfer has filled the slots: unpin its sources and end the loads of pages that are readable now."""
+        readable: Iterable[bool]
+        if self.owned:
+            readable = self._residency.commit(keys, Tier.HBM, slots, src, src_slots)
+        else:
+            self._residency.unpin(keys, src, src_slots)
+            readable = repeat(True, len(keys))
         by_slot = self.by_slot
         for key, slot, there in zip(keys, slots, readable, strict=True):
             load = by_slot.get(slot)
@@ -186,7 +182,7 @@ class Loads:
             waiting.remove(load)
             if not waiting:
                 del self.promoting[load.key]
-            self._residency.unpin(load.key, load.source, load.source_slot)
+            self._residency.unpin((load.key,), load.source, (load.source_slot,))
             if self.owned:
                 self._residency.fail(load.key, Tier.HBM, slot)
         return load
@@ -205,13 +201,13 @@ class Loads:
         """Whether a load is under way whose page no lease holds: its slot can be had once it has ended."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
-    def too_late(self, source: Tier, deadline: float, now: float) -> bool:
-        """Whether a page from ``source`` is expected in HBM only after the deadline."""
+    def too_late(self, source: Tier, deadline: float, now: float, pages: int) -> bool:
+        """Whether the last of so many pages from ``source`` is expected in HBM only after the deadline."""
         if source == self.gate or not self.staged:
             edges = [(source, Tier.HBM)]
         else:
             edges = [(source, self.gate), (self.gate, Tier.HBM)]
-        return deadline <= now or now + sum(self._transfers.seconds_for(e, 1) for e in edges) > deadline
+        return deadline <= now or now + sum(self._transfers.seconds_for(e, pages) for e in edges) > deadline
 
     def abandon(self, slot: int) -> None:
         """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
@@ -411,15 +407,12 @@ class Promotions:
         already, None if it cannot be brought."""
         if keys[0] in self._tables[dst].copies:
             return ()
-        straight = dst != Tier.HBM or src == self._loads.gate
-        if straight and self._residency.exactness.lossless and self._tables[dst].free:
-            places = self._residency.reserve_run(keys, dst, src, pins=0)
-        elif self._tables[src].ready(keys[0]) and self._find_room(dst, over):
-            source_slot = self._tables[src].copies[keys[0]].slot
-            places = [(self._residency.reserve(keys[0], dst, 0, src), source_slot)]
-        else:
+        if not self._tables[src].ready(keys[0]) or not self._find_room(dst, over):
             return None
-        return self._bring(keys[: len(places)], src, dst, places) or None
+        straight = dst != Tier.HBM or src == self._loads.gate
+        run = keys if straight and self._residency.exactness.lossless else keys[:1]
+        places = self._residency.reserve(run, dst, 0, src)
+        return self._bring(keys[: len(places)], src, dst, places)
 
     def _bring(
         self, keys: Sequence[PageKey], src: Tier, dst: Tier, places: Sequence[tuple[int, int]]

@@ -4,6 +4,9 @@ One protocol on every edge: ``reserve`` takes an unreadable slot in the destinat
 makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
 its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
 
+``reserve``, ``commit``, ``pin``, ``unpin``, ``touch`` and ``release`` take a run of keys; one page is a run of one. A
+lease takes and releases thousands of pages while a link or a first token waits, so these loops call little.
+
 A copy is evictable iff it is ready, unpinned, and either its page is unreachable (``lineage``) or it is not the last
 copy of a page with readable children. The queue in which it waits is decided in ``eviction``.
 
@@ -14,19 +17,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tierstore.directory.admission import MemoryOnly
 from tierstore.directory.eviction import VictimQueues, choose_victims
 from tierstore.directory.hierarchy import Hierarchy
 from tierstore.directory.lineage import Lineage, Orphans
-from tierstore.errors import CapacityError, LeaseError
+from tierstore.errors import CapacityError, LeaseError, TierStoreError
 from tierstore.policy import VictimQueue
 from tierstore.types import Copy, PageKey, Tier, TierDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tierstore.policy import Fifo
 
@@ -249,6 +252,8 @@ class Residency:
         """Fastest first."""
         self._order = list(self.tables.items())
         self._copies = [table.copies for _, table in self._order]
+        # Fastest first: where a copy waits depends on the pins of those above.
+        self._uses = [(tier, table, table.copies, table.policy.touch) for tier, table in self._order]
         below = [*list(self.tables)[1:], None]
         self.hierarchy = Hierarchy(
             {tier: table.description(under) for (tier, table), under in zip(self._order, below, strict=True)}
@@ -421,11 +426,16 @@ class Residency:
             table.copies[key].pins = 0
             table.count(table.copies[key], 1)
             self._kill(key, table)
+        first = self.where(key) is None
         table.owned.discard(slot)
-        table.copies[key] = Copy(slot, 0, self.queues.first_rank(key, table), pins=pins)
+        table.copies[key] = Copy(slot, 0, self.queues.first_rank(key, table), True, pins)
         table.count(table.copies[key], 1)
         self.queues.entered((key,), tier, table)
-        self._make_ready(tier, table, key, parent, fresh=fresh)
+        self.queues.resettle(key)
+        if self.changed is not None:
+            self.changed(key, tier, True)
+        if first or (parent is not None and self.lineage.parent(key) is None):
+            self._place(key, parent, first=first, fresh=fresh)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
         """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
@@ -448,7 +458,7 @@ class Residency:
 
     def reserve(
         self,
-        key: PageKey,
+        keys: Sequence[PageKey],
         dst: Tier,
         nbytes: int = 0,
         src: Tier | None = None,
@@ -456,62 +466,153 @@ class Residency:
         pins: int = 0,
         memory_only: bool = False,
         parent: PageKey | None = None,
-    ) -> int:
-        """An unreadable slot in ``dst``; pins the copy in ``src``. CapacityError and LeaseError change nothing.
+    ) -> list[tuple[int, int]]:
+        """Take unreadable slots in ``dst`` for the first of ``keys``, and pin their copies in ``src``.
 
-        ``pins`` are those the new copy has from the start. ``memory_only``: if no tier holds the page yet, none but
-        memory ever is to. LeaseError if ``dst`` is not to. ``parent``: the page before one that no tier holds yet.
+        Only the first page may evict a victim. The run ends before a later page for which there is no space, that has
+        a copy in ``dst``, or that is not readable in ``src``.
 
         On its way down, or as its first copy, a page that no request can reach takes a free slot and nobody's place,
         and no page takes the place of the page before it, without which it could not be reached: CapacityError.
+
+        Args:
+            keys: Pages in the order of their sequence.
+            dst: The tier that gets the copies.
+            nbytes: Bytes set aside for each page where ``dst`` keeps records.
+            src: The tier that they are copied from; None: from outside the tiers.
+            pins: Pins that each new copy has from the start.
+            memory_only: Whether pages that no tier holds yet may never be stored below memory.
+            parent: The page before the first key, if no tier holds that key yet.
+
+        Returns:
+            For each page its slot in ``dst`` and its slot in ``src``, or -1 without ``src``.
+
+        Raises:
+            CapacityError: There is no space for the first page. Nothing has changed.
+            LeaseError: The first page has a copy in ``dst``, is not readable in ``src``, or is memory-only and ``dst``
+                is not memory. Nothing has changed.
         """
-        table = self.tables[dst]
-        if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
-            raise LeaseError(f"the page is memory-only, and {dst.name} is not memory")
-        if key in table.copies:
-            raise LeaseError(f"the page is already resident or on its way in {dst.name}")
-        first = src is None and not self.held(key)
-        if src is None or src < dst:
-            cut_off = self.orphans.after(parent) if first else key in self.orphans
-            if cut_off and not table.has_space(nbytes):
-                raise CapacityError(f"{dst.name}: no free slot for a page that no request can reach")
+        table, copied = self.tables[dst], src is not None
+        copies, free, enter = table.copies, table.free, table.policy.enter
+        origin = dst if src is None else src
+        source, sources = self.tables[origin], self.tables[origin].copies if copied else {}
+        held, unreachable = self.queues.held, self.queues.unreachable
+        down, first = not copied or origin < dst, False
+        places: list[tuple[int, int]] = []
+        for key in keys:
+            below = sources.get(key)
+            if key in copies or (copied and (below is None or not below.ready)):
+                if places:
+                    break
+                there = f"already resident or on its way in {dst.name}"
+                raise LeaseError(
+                    f"the page is {there if key in copies else f'not readable in {origin.name}'}"
+                )
+            if down:
+                first = not copied and not self.held(key)
+                refusal = self._refusal(key, dst, nbytes, parent, first=first, memory_only=memory_only)
+                if refusal is not None:
+                    if places:
+                        break
+                    raise refusal
+            if not free and not table.has_space(nbytes):
+                if places:
+                    break
+                self._make_space(dst, table, nbytes, parent if first else None)
+            if first:
+                if memory_only:
+                    self.memory_only.restrict(key)
+                self._begin(key, parent)
+            slot = free.pop() if free and not nbytes else table.take(nbytes)
+            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
+            if below is None:
+                places.append((slot, -1))
+            else:
+                if down and below.rank < 0 <= rank:
+                    rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
+                below.pins += 1
+                if below.pins == 1:
+                    held(key, origin, source, below)
+                places.append((slot, below.slot))
+            copies[key] = Copy(slot, nbytes, rank, pins=pins)
+            if first:
+                self.orphans.recheck_children(key)
+                parent = key
+        taken = keys[: len(places)]
+        table.arriving += len(places)
+        table.pinned += len(places) if pins else 0
         if src is not None:
-            self.pin(key, src)
-        try:
-            self._make_space(dst, table, nbytes, parent if first else None)
-        except CapacityError:
-            if src is not None:
-                self.unpin(key, src, self.tables[src].copies[key].slot)
-            raise
-        if memory_only and first:
-            self.memory_only.restrict(key)
-        if src is not None:
-            self.exactness.loaded((key,), src, dst)
-        if first:
-            self._begin(key, parent)
-        slot, rank = table.take(nbytes), self.queues.first_rank(key, table)
-        if rank >= 0 and src is not None and src < dst and self.tables[src].copies[key].rank < 0:
-            rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
-        copy = table.copies[key] = Copy(slot, nbytes, rank, pins=pins)
-        table.count(copy, 1)
-        self.queues.entered((key,), dst, table)
-        if first:
-            self.orphans.recheck_children(key)
-        return slot
+            self.exactness.loaded(taken, src, dst)
+        self.queues.entered(taken, dst, table)
+        return places
 
     def commit(
-        self, key: PageKey, dst: Tier, slot: int, nbytes: int = 0, parent: PageKey | None = None
-    ) -> bool:
-        """The bytes are in the slot. True: the copy is readable now; False: it was aborted, its slot is let go."""
-        table = self.tables[dst]
-        copy = table.copies.get(key)
-        if copy is None or copy.slot != slot:
-            self._let_go(dst, table, slot)
-            return False
-        table.used_nbytes += nbytes - copy.nbytes
-        copy.nbytes = nbytes
-        self._make_ready(dst, table, key, parent)
-        return True
+        self,
+        keys: Sequence[PageKey],
+        dst: Tier,
+        slots: Sequence[int],
+        src: Tier | None = None,
+        src_slots: Sequence[int] = (),
+        *,
+        sizes: Sequence[int] = (),
+        parents: Sequence[PageKey | None] = (),
+    ) -> list[bool]:
+        """Make copies readable whose bytes are in their slots, and end the pins of their sources.
+
+        Args:
+            keys: The pages.
+            dst: The tier that got the bytes.
+            slots: The slot of each page in ``dst``.
+            src: The tier in which ``reserve`` pinned the sources; None: there are none, or they are unpinned already.
+            src_slots: The slot of each source in ``src``.
+            sizes: Bytes that each page takes where ``dst`` keeps records; empty: what was set aside for it.
+            parents: The page before each one, where known; empty: no page has a new one.
+
+        Returns:
+            For each page whether its copy is readable now. If not, it was aborted, and its slot is let go.
+
+        Raises:
+            LeaseError: A slot has no such writer, or a source has no pin.
+        """
+        table, source = self.tables[dst], None if src is None else self.tables[src]
+        copies, parent_of, resettle = table.copies, self.lineage.parent, self.queues.resettle
+        changed = self.changed
+        found: list[bool] = []
+        for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            copy, below = copies.get(key), None
+            if source is not None and src is not None:
+                below = source.copies.get(key)
+                if below is None or below.slot != src_slots[i]:
+                    below = None
+                    self._let_go(src, source, src_slots[i])
+                elif not below.pins:
+                    raise LeaseError(f"unpin below zero in {src.name}")
+                else:
+                    below.pins -= 1
+                    if not below.pins:
+                        source.pinned -= 1
+                        source.idle += below.ready
+            if copy is None or copy.slot != slot:
+                self._let_go(dst, table, slot)
+                if below is not None:
+                    resettle(key)
+                found.append(False)
+                continue
+            first = below is None and self.where(key) is None
+            parent = parents[i] if parents else None
+            if sizes:
+                table.used_nbytes += sizes[i] - copy.nbytes
+                copy.nbytes = sizes[i]
+            copy.ready = True
+            table.arriving -= 1
+            table.idle += not copy.pins
+            resettle(key)
+            if changed is not None:
+                changed(key, dst, True)
+            if first or (parent is not None and parent_of(key) is None):
+                self._place(key, parent, first=first)
+            found.append(True)
+        return found
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
         """The transfer ended without the bytes: nothing writes the slot any more."""
@@ -528,157 +629,85 @@ class Residency:
         self._kill(key, self.tables[dst])
         self._forget_if_gone(key)
 
-    # -- pins ---------------------------------------------------------------------------------------------------
+    # -- pins and uses ------------------------------------------------------------------------------------------
 
-    def pin(self, key: PageKey, tier: Tier) -> int:
-        """Keeps a copy (readable, or on its way) where it is until ``unpin``; its slot."""
-        table = self.tables[tier]
-        copy = table.copies.get(key)
-        if copy is None:
-            raise LeaseError(f"pin of a page that is not in {tier.name}")
-        copy.pins += 1
-        if copy.pins > 1:
-            return copy.slot
-        if copy.ready:
-            self.queues.held(key, tier, table, copy)
-        else:
-            table.pinned += 1
-        return copy.slot
+    def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
+        """Keep the copies of the first of ``keys``, readable or on their way, where they are until ``unpin``.
 
-    def unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
-        """Ends one pin of the copy that held ``slot``, which may be dead by now."""
-        table = self.tables[tier]
-        copy = table.copies.get(key)
-        if copy is not None and copy.slot == slot:
-            if copy.pins == 0:
-                raise LeaseError(f"unpin below zero in {tier.name}")
-            copy.pins -= 1
-            if copy.pins:
-                return
-            table.pinned -= 1
-            if copy.ready:
-                table.idle += 1
-                self.queues.settle(key, tier, table, copy)
-                self.queues.settle_mirror(key, tier)
-        else:
-            self._let_go(tier, table, slot)
+        Returns:
+            Their slots, up to a page that has no copy in the tier.
 
-    def touch(self, keys: Sequence[PageKey]) -> None:
-        """The pages were used: renews their ranks in every tier, the last page oldest, so that tails go first."""
-        for key in reversed(keys):
-            for tier, table in self._order:
-                copy = table.copies.get(key)
-                if copy is not None:
-                    rank = self.queues.rank_after_use(key, tier, table, copy)
-                    self.queues.rerank(key, tier, table, copy, rank)
-
-    # -- runs: as page by page, for a third of the time -----------------------------------------------------------
-
-    # The pages of a lease are taken, arrive and are let go one after the other, thousands of them, while a link or a
-    # first token waits. Here is what is usual; a page that is not as usual goes the way of single ones.
-
-    def reserve_run(
-        self, keys: Sequence[PageKey], dst: Tier, src: Tier, pins: int = 1
-    ) -> list[tuple[int, int]]:
-        """As ``reserve`` from below, for the first of ``keys`` that need no eviction: slot and slot in ``src``.
-
-        Ends before a page that has a copy in ``dst`` or none that is readable in ``src``, and where no slot is free.
-        ``dst`` has slots.
+        Raises:
+            LeaseError: The first page has none.
         """
-        table, source, held = self.tables[dst], self.tables[src], self.queues.held
-        copies, free, enter = table.copies, table.free, table.policy.enter
-        unreachable = self.queues.unreachable
-        found: list[tuple[int, int]] = []
-        for key in keys:
-            below = source.copies.get(key)
-            if below is None or not below.ready or key in copies or not free:
-                break
-            below.pins += 1
-            if below.pins == 1:
-                held(key, src, source, below)
-            slot = free.pop()
-            rank = table.policy.unreachable(key) if key in unreachable else enter(key)
-            copies[key] = Copy(slot, 0, rank, pins=pins)
-            found.append((slot, below.slot))
-        self.exactness.loaded(keys[: len(found)], src, dst)
-        table.arriving += len(found)
-        table.pinned += len(found) if pins else 0
-        self.queues.entered(keys[: len(found)], dst, table)
-        return found
-
-    def arrive_run(
-        self,
-        keys: Sequence[PageKey],
-        src: Tier,
-        src_slots: Sequence[int],
-        dst: Tier,
-        dst_slots: Sequence[int],
-    ) -> list[bool]:
-        """As ``commit`` in ``dst``, which has slots, and ``unpin`` in ``src``: of each whether it is readable now."""
-        source, table = self.tables[src], self.tables[dst]
-        resettle, changed = self.queues.resettle, self.changed
-        found: list[bool] = []
-        for key, src_slot, slot in zip(keys, src_slots, dst_slots, strict=True):
-            below, copy = source.copies.get(key), table.copies.get(key)
-            if copy is None or copy.slot != slot or below is None or below.slot != src_slot or not below.pins:
-                found.append(self.commit(key, dst, slot))
-                self.unpin(key, src, src_slot)
-                continue
-            copy.ready = True
-            table.arriving -= 1
-            table.idle += not copy.pins
-            below.pins -= 1
-            if not below.pins:
-                source.pinned -= 1
-                source.idle += below.ready
-            resettle(key)
-            found.append(True)
-            if changed is not None:
-                changed(key, dst, True)
-        return found
-
-    def pin_run(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
-        """As ``pin``, for the first of ``keys`` that are readable in the tier: their slots."""
         table, held = self.tables[tier], self.queues.held
         copies = table.copies
         slots: list[int] = []
         for key in keys:
             copy = copies.get(key)
-            if copy is None or not copy.ready:
-                break
+            if copy is None:
+                if slots:
+                    break
+                raise LeaseError(f"pin of a page that is not in {tier.name}")
             copy.pins += 1
             if copy.pins == 1:
-                held(key, tier, table, copy)
+                if copy.ready:
+                    held(key, tier, table, copy)
+                else:
+                    table.pinned += 1
             slots.append(copy.slot)
         return slots
 
-    def release_run(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
-        """As ``touch`` of the pages and ``unpin`` of each in ``tier``, last ones first."""
-        # Fastest first: where a copy waits depends on the pins of those above.
-        order = [(other, each, each.copies, each.policy.touch) for other, each in self.tables.items()]
-        table, settle, after_use = self.tables[tier], self.queues.settle, self.queues.rank_after_use
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            alive = False
-            for other, each, copies, touch in order:
+    def unpin(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
+        """End one pin of each copy that held its slot; the copy may be dead by now."""
+        table, queues = self.tables[tier], self.queues
+        copies = table.copies
+        for key, slot in zip(keys, slots, strict=True):
+            copy = copies.get(key)
+            if copy is None or copy.slot != slot:
+                self._let_go(tier, table, slot)
+                continue
+            if copy.pins == 0:
+                raise LeaseError(f"unpin below zero in {tier.name}")
+            copy.pins -= 1
+            if copy.pins:
+                continue
+            table.pinned -= 1
+            if copy.ready:
+                table.idle += 1
+                queues.settle(key, tier, table, copy)
+                queues.settle_mirror(key, tier)
+
+    def touch(self, keys: Sequence[PageKey]) -> None:
+        """The pages were used: renew their ranks in every tier, the last page oldest, so that tails go first."""
+        self.release(keys, None, ())
+
+    def release(self, keys: Sequence[PageKey], tier: Tier | None, slots: Sequence[int]) -> None:
+        """Do ``touch`` and ``unpin`` in one pass, last page first. ``tier`` None: no page is pinned."""
+        uses, settle, after_use = self._uses, self.queues.settle, self.queues.rank_after_use
+        held: Iterator[int] = repeat(-1, len(keys)) if tier is None else reversed(slots)
+        for key, slot in zip(reversed(keys), held, strict=True):
+            alive = tier is None
+            for other, table, copies, touch in uses:
                 copy = copies.get(key)
                 if copy is None:
                     continue
-                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, each, copy)
+                rank = touch(key, copy.rank) if copy.rank >= 0 else after_use(key, other, table, copy)
                 if rank != copy.rank:
-                    each.withdraw(copy)
+                    table.withdraw(copy)
                     copy.rank = rank
                 if other == tier and copy.slot == slot:
                     if copy.pins == 0:
-                        raise LeaseError(f"unpin below zero in {tier.name}")
+                        raise LeaseError(f"unpin below zero in {other.name}")
                     alive = True
                     copy.pins -= 1
                     if not copy.pins:
                         table.pinned -= 1
                         table.idle += copy.ready
                 if copy.ready and not copy.pins:
-                    settle(key, other, each, copy)
-            if not alive:
-                self.unpin(key, tier, slot)
+                    settle(key, other, table, copy)
+            if not alive and tier is not None:
+                self._let_go(tier, self.tables[tier], slot)
 
     # -- evict --------------------------------------------------------------------------------------------------
 
@@ -742,29 +771,38 @@ class Residency:
     def _elsewhere(self, key: PageKey, table: TierTable) -> bool:
         return any(other is not table and key in other.copies for _, other in self._order)
 
-    def _make_ready(
-        self, tier: Tier, table: TierTable, key: PageKey, parent: PageKey | None, *, fresh: bool = False
-    ) -> None:
-        """``fresh``: no tier had the page a moment ago."""
-        first = self.where(key) is None
-        copy = table.copies[key]
-        table.count(copy, -1)
-        copy.ready = True
-        table.count(copy, 1)
-        if self.changed is not None:
-            self.changed(key, tier, True)
+    def _refusal(
+        self,
+        key: PageKey,
+        dst: Tier,
+        nbytes: int,
+        parent: PageKey | None,
+        *,
+        first: bool,
+        memory_only: bool,
+    ) -> TierStoreError | None:
+        """Why a page on its way down, or that gets its first copy, may not have a slot in ``dst``; None: it may."""
+        if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
+            return LeaseError(f"the page is memory-only, and {dst.name} is not memory")
+        cut_off = self.orphans.after(parent) if first else key in self.orphans
+        if cut_off and not self.tables[dst].has_space(nbytes):
+            return CapacityError(f"{dst.name}: no free slot for a page that no request can reach")
+        return None
+
+    def _place(self, key: PageKey, parent: PageKey | None, *, first: bool, fresh: bool = False) -> None:
+        """Link a page that became readable to ``parent``, and see what can be reached now.
+
+        ``first``: no other tier has a readable copy. ``fresh``: no tier had the page a moment ago.
+        """
         lineage = self.lineage
         before, followed = lineage.parent(key), lineage.has_children(key)
         linked = False
-        if (
-            parent is not None
-            and (first or before is None)
-            and (before == parent or not followed or not self._precedes(key, parent, fresh=fresh))
+        if parent is not None and (
+            before == parent or not followed or not self._precedes(key, parent, fresh=fresh)
         ):
             linked = True
             lineage.link(key, parent)
             self.queues.resettle(parent)
-        self.queues.resettle(key)
         if first or linked:
             before = lineage.parent(key)  # named now, or when the page's first copy was begun
             if before is not None and key not in self.memory_only:

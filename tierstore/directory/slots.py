@@ -146,7 +146,8 @@ class SealedSlots:
         for key, slot in zip(keys, slots, strict=True):
             if self._writeback.unwritten.get(key) == slot:
                 del self._writeback.unwritten[key]
-            self._unpin(key, Tier.HBM, slot)
+            self._residency.unpin((key,), Tier.HBM, (slot,))
+            self._writeback.sinks.unpinned((key,), Tier.HBM)
             if self._residency.tables[Tier.HBM].ready(key):
                 self._writeback.sealed(key)
 
@@ -174,7 +175,8 @@ class SealedSlots:
         if written:
             self._writeback.sealed(key)
         else:
-            self._writeback.unwritten[key] = self._residency.pin(key, Tier.HBM)
+            self._residency.pin((key,), Tier.HBM)
+            self._writeback.unwritten[key] = slot
         # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
         if old_slot is not None and old_slot in self._loads.by_slot:
             self._leases.moved(self._loads.cancel(old_slot), slot)
@@ -195,7 +197,8 @@ class SealedSlots:
             del unwritten[key]
             self._writeback.sealed(key)
         else:
-            unwritten[key] = residency.pin(key, Tier.HBM)
+            residency.pin((key,), Tier.HBM)
+            unwritten[key] = slot
         return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
@@ -213,10 +216,6 @@ class SealedSlots:
                 ):
                     self._residency.dropped.append(self._residency.evict(key, tier))
         return lease is None or not lease.exact or not exactness.stays_tainted(key)
-
-    def _unpin(self, key: PageKey, tier: Tier, slot: int) -> None:
-        self._residency.unpin(key, tier, slot)
-        self._writeback.sinks.unpinned((key,), tier)
 
 
 class _Page(NamedTuple):
