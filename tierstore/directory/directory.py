@@ -1,7 +1,7 @@
 """The directory: decides what every page does, emits transfers, applies their acks. Plain data in, plain data out.
 
-It holds residency, traffic, loads, placement and hints of one store. It knows no bytes, no clock and no thread:
-``now`` comes with every call that needs it, and one caller at a time is the store's duty.
+It holds residency, traffic, loads, placement and hints of one store, and knows no bytes, clock or thread: ``now`` is
+passed to every call that needs it, and the store makes sure that there is one caller at a time.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Directory:
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
     def want_slots(self, n: int, now: float) -> bool:
-        """Somebody waits for ``n`` HBM slots: saves victims below, drops some where saving is stuck.
+        """Make room for ``n`` HBM slots: save victims to lower tiers, and drop some if saving is stuck.
 
-        Whether there is more room at once.
+        Returns whether there is more room at once.
         """
         before = self.space.room(Tier.HBM)
         self.space.make_room(Tier.HBM, n, now)
@@ -96,21 +96,21 @@ class Directory:
         parent: PageKey | None = None,
         doubted: bool = False,
     ) -> None:
-        """Engine-owned HBM: copies pages below from slots accepted by ``outgoing``, as room comes."""
+        """Copy pages from an engine's slots accepted by ``outgoing``, as space becomes free."""
         self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent, doubted=doubted)
         self._finish(now)
 
     def take_reusable(self) -> list[int]:
-        """Engine slots that no copy reads or writes any more, each reported once."""
+        """Return engine slots that no copy reads or writes any more, once each."""
         slots = self.outgoing.reusable + self.loads.abandoned
         self.outgoing.reusable, self.loads.abandoned = [], []
         return slots
 
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Adds up to ``limit`` pages to a lease and starts what they need.
+        """Add up to ``limit`` pages to a lease and start the loads they need.
 
-        Where HBM is full of unsaved pages the lease ends; they are saved, or dropped where that is not possible, for
-        whoever asks next.
+        If HBM is full of unsaved pages the lease ends; those are saved, or dropped if that is impossible, for the next
+        request.
         """
         self.leases.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
@@ -123,9 +123,10 @@ class Directory:
         self._finish(now)
 
     def room_is_coming(self, now: float) -> bool:
-        """Whether HBM has room, or something under way leaves room there by itself.
+        """Return whether HBM has space, or gets some from what is in flight.
 
-        That is: pages that are being saved or can be soon, loads that nobody waits for, copies whose page was evicted.
+        That is: pages that are being saved or can be soon, loads that nobody waits for, and copies whose page was
+        evicted.
         """
         hbm = self.residency.tables.get(Tier.HBM)
         below = self.space.below(Tier.HBM)
@@ -141,12 +142,12 @@ class Directory:
         return moving and (bool(hbm.quarantine) or self.loads.any_unheld())
 
     def _hit(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """A lease took in pages."""
+        """Note that a lease took in pages."""
         self.promotions.used(keys, source)
         self.admission.hit(keys, source)
 
     def _left(self, key: PageKey, tier: Tier) -> None:
-        """A copy was dropped."""
+        """Note that a copy was dropped."""
         self.promotions.left(key, tier)
         self.writeback.left(key, tier)
 
@@ -155,13 +156,13 @@ class Directory:
     def promote(
         self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint], now: float
     ) -> Promoted:
-        """Starts to bring pages to ``tier`` for a hint in force, as far as room allows."""
+        """Start to bring pages to ``tier`` for a hint in force, as far as there is space."""
         found = self.promotions.start(hint, keys, tier, over)
         self._finish(now)
         return found
 
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
-        """Sends readable pages down to ``target`` and lets their upper copies go; how many it accepted."""
+        """Send readable pages down to ``target`` and drop their upper copies. Returns the number accepted."""
         accepted = [key for key in keys if self.residency.where(key) is not None]
         if target in self.hierarchy.records:
             self.admission.insist(accepted)
@@ -170,9 +171,9 @@ class Directory:
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
-        """The pages that may have to be saved, some of them twice, and a ticket to count them with.
+        """Return the pages that may have to be saved, some of them twice, and a ticket that counts them.
 
-        Those too that an engine has put and that are still in its slots.
+        Includes pages that an engine has put and that are still in its slots.
         """
         durable = self.hierarchy.first_durable
         if durable is None:
@@ -185,8 +186,9 @@ class Directory:
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
-        """Sends the readable ones of ``keys``, and those that come from an engine, to the first durable tier, if it may
-        hold them and no durable one does, keeping the copies above.
+        """Send readable pages of ``keys``, and those that come from an engine, to the first durable tier.
+
+        Skips pages that it may not hold or that a durable tier has. Upper copies are kept.
         """
         target, lowest_for = self.hierarchy.first_durable, self.residency.memory_only.lowest_for
         assert target is not None
@@ -206,14 +208,12 @@ class Directory:
             ticket.failed += sum(k in refused and k not in saved for k in keys)
 
     def dying(self) -> set[tuple[Tier, int]]:
-        """Slots of record tiers whose pages were evicted while a copy of them was under way: erased when that has
-        ended.
-        """
+        """Return slots of record tiers whose pages were evicted during a copy. They are erased when it has ended."""
         tables = self.residency.tables
         return {(tier, slot) for tier in self.hierarchy.records for slot in tables[tier].quarantine}
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
-        """Drops copies without saving them; pages that lost at least one."""
+        """Drop copies without saving them. Returns the number of pages that lost at least one."""
         dropped = sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
         self.drops.note("evicted")
         return dropped
@@ -225,7 +225,7 @@ class Directory:
         return [key for table in self.residency.tables.values() for key in table.copies]
 
     def drop_unwritten(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Sealed slots whose writing failed hold no page: the HBM copies they are go, without being saved."""
+        """Drop the HBM copies in sealed slots whose writing failed, without saving them."""
         copies = self.residency.tables[Tier.HBM].copies
         spoilt = [k for k, slot in zip(keys, slots, strict=True) if k in copies and copies[k].slot == slot]
         self.evict(spoilt, [Tier.HBM])
@@ -233,7 +233,7 @@ class Directory:
     # -- progress -----------------------------------------------------------------------------------------------
 
     def advance(self, acks: Sequence[Ack], now: float) -> bool:
-        """Applies finished transfers and decides what to do next, a bounded amount; whether there is more to decide."""
+        """Apply finished transfers and make a bounded number of decisions. Returns whether there are more."""
         self.admission.tick(now)
         for ack in acks:
             self.apply(ack, now)
@@ -249,7 +249,7 @@ class Directory:
         return more or self.residency.memory_only.lifting
 
     def take_commands(self) -> list[Transfer | Erase]:
-        """What the mover is to do, in order."""
+        """Return the commands for the mover, in order."""
         return self.transfers.take()
 
     def busy(self) -> bool:
@@ -267,9 +267,9 @@ class Directory:
     # -- the end of transfers -----------------------------------------------------------------------------------
 
     def apply(self, ack: Ack, now: float) -> None:
-        """Every page of the transfer is settled: its source let go, its destination readable or free again.
+        """Settle every page of the transfer: release its source, and make its destination readable or free.
 
-        But for late ones: nobody waits for them any more, and source and slot stay as they are until their own ack.
+        Late pages are not waited for any more; their source and slot stay as they are until their own ack.
         """
         transfer = self.transfers.settle(ack, now)
         self._metrics.moved(transfer, ack, self.transfers.page_nbytes)
@@ -344,7 +344,7 @@ class Directory:
         self._settled(key, dst, readable=False)
 
     def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
-        """The page does not come in its time: whoever waits goes on without it."""
+        """Let everybody who waits for a late page continue without it."""
         copy = self.residency.tables[dst].copies.get(key)
         if copy is None or copy.slot != slot or copy.ready:
             return
@@ -355,7 +355,7 @@ class Directory:
             self._settled(key, dst, readable=False)
 
     def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
-        """A copy came to its end in a tier below HBM: tells all who wait for the page there, whoever sent it."""
+        """Report the end of a copy in a tier below HBM to all who wait for the page there, whoever sent it."""
         if dst == self.loads.gate and key not in self.residency.tables[dst].copies:
             self.loads.lost(key)
         elif dst == self.loads.gate and readable:
@@ -370,10 +370,10 @@ class Directory:
             self.drops.note(failure.value)
 
     def _drop_unfit(self, key: PageKey, src: Tier) -> None:
-        """The tier below takes any page but this one: without a way down it goes, like a page that a codec broke.
+        """Drop a page that the lower tier cannot represent, like a page that a codec broke.
 
-        To keep it would ask for a place of its own in every order: it could neither be saved nor, with pages after it
-        below, be dropped. Numbers that no codec can state come from a model that has gone wrong.
+        Keeping it would need a special case in every order, because it could neither be saved nor, with later pages
+        below, be dropped. Numbers that no codec can represent come from a model that has failed.
         """
         self.writeback.sinks.settle(key, failed=True)
         if src not in self.residency.tables:
@@ -389,8 +389,9 @@ class Directory:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _tells_of_source(self, src: Tier, failure: Failure) -> bool:
-        """Whether the failure says that the copy there is worth nothing: a record that cannot be read, memory that
-        holds no payload of its codec."""
+        """Return whether the failure means that the source is worthless: an unreadable record, or an invalid
+        payload.
+        """
         return failure not in _UNTRIED if src in self.hierarchy.records else failure is Failure.INTEGRITY
 
     def _lift(self, limit: int) -> None:
@@ -398,7 +399,7 @@ class Directory:
             self.writeback.permitted(key)
 
     def _save_revived(self, limit: int) -> bool:
-        """Pages that became reachable again wait to be saved, as if they had been put now."""
+        """Queue pages that became reachable again to be saved, as if they had just been put."""
         revived = self.residency.orphans.revived
         for _ in range(min(limit, len(revived))):
             self.writeback.permitted(revived.popleft())
@@ -427,7 +428,7 @@ class Directory:
             self.loads.lost(key)
 
     def _finish(self, now: float) -> None:
-        """Settles what the last decisions entail, until nothing more follows, and queues the transfers."""
+        """Apply the consequences of the last decisions until nothing more follows, and queue the transfers."""
         self.outgoing.advance(now)
         if self.outgoing.given_up:
             self._metrics.dropped(Tier.HBM, "no_room", self.outgoing.given_up)

@@ -1,12 +1,12 @@
 """Which copies leave a tier, in which order, and why. Decides, copies nothing. Pure metadata.
 
-Evictable copies wait in one of three queues: ``droppable`` (the bytes are ready below, or the tier is the lowest for
-this page and holds the only copy, or no request can reach the page), ``dirty`` (to be copied below first) and, in the
-lowest tier for the page, ``mirrors`` of unpinned copies above, which go last: dropping one makes no more room above
-than it takes. Pages that somebody wants wait after the ordinary ones, unwanted ones before them.
+Evictable copies wait in one of three queues: ``droppable`` (the bytes are readable below, or the tier is the lowest for
+this page and holds the only copy, or no request can reach the page), ``dirty`` (must be copied down first) and, in the
+lowest tier for the page, ``mirrors`` of unpinned upper copies. Mirrors go last, because dropping one frees no more
+space above than it costs. Wanted pages wait after ordinary ones, unwanted pages before them.
 
-A readable page is dropped only when there is no tier below that may hold it, when that tier refuses or fails or is
-full of pages that cannot leave, or when its bytes are readable elsewhere. Every drop is counted by its reason.
+A readable page is dropped only if no lower tier may hold it, if that tier refuses, fails or is full of pages that
+cannot leave, or if its bytes are readable elsewhere. Every drop is counted by its reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class VictimQueues:
-    """The queues of all tiers. ``tables``: fastest first. Each call takes a bounded time."""
+    """The queues of all tiers. ``tables``: fastest first. Each call takes bounded time."""
 
     def __init__(self, tables: Mapping[Tier, TierTable], lineage: Lineage, memory_only: MemoryOnly) -> None:
         self._tables = tables
@@ -49,15 +49,15 @@ class VictimQueues:
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
 
     def below(self, key: PageKey, tier: Tier) -> bool:
-        """Whether a slower tier holds a readable copy."""
+        """Return whether a slower tier holds a readable copy."""
         return _ready_in(self._below[tier], key)
 
     def first_rank(self, key: PageKey, table: TierTable) -> int:
-        """Rank of a page that gets a copy in the tier."""
+        """Return the rank of a page that gets a copy in the tier."""
         return table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)
 
     def cut_off(self, key: PageKey) -> None:
-        """The page cannot be reached: it leaves every tier before all that can."""
+        """Move an unreachable page before all reachable ones in every tier."""
         self.unreachable.add(key)
         for tier, table in self._order:
             copy = table.copies.get(key)
@@ -65,7 +65,7 @@ class VictimQueues:
                 self._rerank(key, tier, table, copy, table.policy.unreachable(key))
 
     def rejoin(self, key: PageKey) -> None:
-        """The page can be reached again: it enters every order anew, as a retained one where it is that."""
+        """Put a page that became reachable again into every order anew, as a retained page if it is one."""
         self.unreachable.discard(key)
         for tier, table in self._order:
             copy = table.copies.get(key)
@@ -76,7 +76,7 @@ class VictimQueues:
                 self._rerank(key, tier, table, copy, rank)
 
     def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
-        """The pages have got a copy: those that are retained or kept wait after the ordinary ones there, too."""
+        """Move pages that got a copy, and are retained or kept, after the ordinary ones of that tier."""
         if not self.retained and not self.kept:
             return
         for key in keys:
@@ -85,12 +85,12 @@ class VictimQueues:
                 self.rerank(key, tier, table, table.copies[key], table.policy.retained(priority))
 
     def priority(self, key: PageKey, tier: Tier) -> int | None:
-        """Of a page that is retained, or kept in the tier; None: it is an ordinary one there."""
+        """Return the priority of a page that is retained, or kept in the tier; None for an ordinary one."""
         priority = self.retained.get(key)
         return self.kept.get((key, tier)) if priority is None else priority
 
     def make_ordinary(self, key: PageKey, tier: Tier, table: TierTable) -> None:
-        """What moved the copy after the ordinary ones has ended; it stays there while something else does so."""
+        """Make a copy ordinary again, unless another reason still keeps it after the ordinary ones."""
         copy = table.copies.get(key)
         if copy is None or copy.rank < BAND:
             return
@@ -99,16 +99,16 @@ class VictimQueues:
         self.rerank(key, tier, table, copy, rank)
 
     def put_first(self, key: PageKey) -> None:
-        """The page waits before all normal ones, in every tier."""
+        """Move the page before all ordinary ones in every tier."""
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None:
                 self.rerank(key, tier, table, copy, table.policy.unwanted())
 
     def rank_after_use(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> int:
-        """A retained or kept page that was unwanted for a while waits after the ordinary ones again.
+        """Move a retained or kept page that was unwanted back after the ordinary ones.
 
-        One that cannot be reached stays where it is.
+        An unreachable page stays where it is.
         """
         if copy.rank < 0 and key in self.unreachable:
             return copy.rank
@@ -116,9 +116,9 @@ class VictimQueues:
         return table.policy.touch(key, copy.rank) if priority is None else table.policy.retained(priority)
 
     def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
-        """Moves pages after (wanted) or before (not wanted) all normal ones in every tier's victim order.
+        """Move pages after (wanted) or before (unwanted) all ordinary ones in every tier's eviction order.
 
-        ``priority``: of those that are wanted. Copies that they get later are wanted as well, until ``end_retention``.
+        ``priority``: of wanted pages. Copies that they get later are wanted as well, until ``end_retention``.
         """
         for key in keys:
             if not wanted:
@@ -132,9 +132,10 @@ class VictimQueues:
                     self.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def keep(self, key: PageKey, tier: Tier, priority: int) -> None:
-        """An expected request is to find the page in the tier: it waits after all normal ones there.
+        """Keep the page in the tier for an expected request: it waits after all ordinary ones there.
 
-        Also a copy that it gets there later, until ``end_keeping``. While it is kept, the first priority counts.
+        This includes a copy that it gets there later, until ``end_keeping``. While it is kept, the first priority
+        counts.
         """
         priority = self.kept.setdefault((key, tier), priority)
         table = self._tables[tier]
@@ -143,27 +144,27 @@ class VictimQueues:
             self.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def end_keeping(self, key: PageKey, tier: Tier) -> None:
-        """Nobody is to find the page in the tier any more: it becomes a normal one there, unless it is retained."""
+        """Stop keeping the page in the tier: it becomes ordinary there, unless it is retained."""
         self.kept.pop((key, tier), None)
         if key not in self.retained:
             self.make_ordinary(key, tier, self._tables[tier])
 
     def end_retention(self, keys: Iterable[PageKey]) -> None:
-        """Retained pages become normal ones, but where they are kept."""
+        """Make retained pages ordinary, except where they are kept."""
         for key in keys:
             self.retained.pop(key, None)
             for tier, table in self._tables.items():
                 self.make_ordinary(key, tier, table)
 
     def resettle(self, key: PageKey) -> None:
-        """What is known of the page has changed: each of its copies that may leave goes to where it belongs."""
+        """Move each evictable copy of the page to the queue it belongs to, because its state has changed."""
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None and copy.ready and copy.pins == 0:
                 self.settle(key, tier, table, copy)
 
     def held(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """A readable copy has got its first pin."""
+        """Note that a readable copy got its first pin."""
         table.pinned += 1
         table.idle -= 1
         table.withdraw(copy)
@@ -171,7 +172,7 @@ class VictimQueues:
             self.settle_mirror(key, tier)
 
     def settle_mirror(self, key: PageKey, above: Tier) -> None:
-        """A copy above was pinned or let go: the one in the lowest tier for the page may change its queue."""
+        """Requeue the copy in the page's lowest tier, because an upper copy was pinned or dropped."""
         lowest = self._memory_only.lowest_for(key)
         if above == lowest:
             return
@@ -181,7 +182,7 @@ class VictimQueues:
             self.settle(key, lowest, table, copy)
 
     def settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """Puts a readable, unpinned copy into the queue it belongs to, and out of the others."""
+        """Put a readable, unpinned copy into the queue it belongs to, and remove it from the others."""
         if key in self.unreachable:
             table.wait(copy, key, table.droppable)
             return
@@ -208,7 +209,7 @@ class VictimQueues:
                 table.fleeting.shift(copy.rank, key, offered=not inner)
 
     def rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
-        """Gives a copy another place in its tier's victim order; no effect while the page cannot be reached."""
+        """Give a copy another rank in its tier's eviction order. No effect while the page is unreachable."""
         if rank != copy.rank and key not in self.unreachable:
             self._rerank(key, tier, table, copy, rank)
 
@@ -230,10 +231,13 @@ def _ready_in(tiers: Sequence[Mapping[PageKey, Copy]], key: PageKey) -> bool:
 def choose_victims(
     tables: Mapping[Tier, TierTable], lineage: Lineage, tier: Tier, nbytes: int
 ) -> list[PageKey]:
-    """Copies to drop from ``tier``, in order, so that ``nbytes`` fit. CapacityError if that cannot be.
+    """Return copies to drop from ``tier``, in order, so that ``nbytes`` fit.
 
-    Mirrors go last. One victim is enough where all records are of one size; else lowest rank first,
-    a parent after its last child.
+    Mirrors go last. One victim suffices if all records have the same size; otherwise the lowest rank goes first, and a
+    parent after its last child.
+
+    Raises:
+        CapacityError: That is impossible.
     """
     table = tables[tier]
     first = table.droppable.first() or table.mirrors.first()
@@ -264,7 +268,7 @@ def _left_bare(
     key: PageKey,
     victims: dict[PageKey, None],
 ) -> bool:
-    """Whether the page's last copy could leave the lowest tier once ``victims`` have, and not before."""
+    """Return whether the page's last copy could leave the lowest tier once ``victims`` have, and not before."""
 
     def only_here(page: PageKey) -> bool:
         return not any(table.ready(page) for other, table in tables.items() if other != tier)
@@ -284,7 +288,7 @@ RELAYED_PAGES = 16
 
 
 class Space:
-    """Plans copies downwards that make room above, and drops what cannot be saved."""
+    """Plans copies to lower tiers that make room above, and drops what cannot be saved."""
 
     def __init__(self, residency: Residency, transfers: Transfers) -> None:
         self.failing: set[Tier] = set()
@@ -297,14 +301,14 @@ class Space:
         self.below = residency.hierarchy.below
 
     def room(self, tier: Tier) -> int:
-        """Pages that ``tier`` can take in without waiting."""
+        """Return the number of pages that ``tier`` can take without waiting."""
         table = self._tables[tier]
         if table.budget_nbytes is not None:
             return (table.budget_nbytes - table.used_nbytes) // table.record_nbytes + len(table.droppable)
         return len(table.free) + len(table.droppable)
 
     def make_room(self, tier: Tier, wanted: int, now: float) -> None:
-        """Starts to save dirty victims below, up to what ``wanted`` pages need beyond room and saves in flight."""
+        """Start to save dirty victims below: as many as ``wanted`` pages need beyond free space and saves in flight."""
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing or self.room(tier) >= wanted:
             return
@@ -323,7 +327,7 @@ class Space:
                 return
 
     def could_start(self, src: Tier, dst: Tier) -> int:
-        """Pages that may be sent along the edge now: between two tiers of records each takes memory of the mover's."""
+        """Return the pages that may be sent along the edge now. Between record tiers each takes memory of the mover."""
         return RELAYED_PAGES - self._transfers.carrying(src, dst) if src in self._records else BATCH_PAGES
 
     def relieve(
@@ -334,11 +338,14 @@ class Space:
         above: Tier | None = None,
         spared: PageKey | None = None,
     ) -> None:
-        """Where pages cannot be saved, drops what ``wanted`` pages need, leaf first, a batch at most.
+        """Drop what ``wanted`` pages need if pages cannot be saved, leaf first, at most a batch.
 
-        ``above``: the tier whose pages need the room. A page that both tiers hold goes from both: without its copy
-        here the one above would have to be saved in its place, for ever. ``spared``: the page before the one that
-        needs the room, which would be out of reach without it.
+        A page that both tiers hold is dropped from both: without its copy here, the upper one would have to be saved
+        again, endlessly.
+
+        Args:
+            above: The tier whose pages need the space.
+            spared: The page before the one that needs the space, which would be unreachable without it.
         """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
@@ -367,9 +374,9 @@ class Space:
                 self._drop_end_above(tier)
 
     def give_way(self, tier: Tier, now: float) -> bool:
-        """Where a tier is full of memory-only pages that stay for those after them above, drops these, a batch at most.
+        """Drop memory-only pages of a full tier that only stay for later pages above, at most a batch.
 
-        Else they would keep from memory, and from the disk, what is or is to be stored. Whether there is room now.
+        Otherwise they would block memory and disk for pages that are to be stored. Returns whether there is space now.
         """
         if not self._tables[tier].inner or not self.blocked(tier, now):
             return False
@@ -382,11 +389,11 @@ class Space:
         return self.room(tier) > 0
 
     def blocked(self, tier: Tier, now: float) -> bool:
-        """Whether the tier is full of pages that cannot leave, and nothing that moves will change that."""
+        """Return whether the tier is full of pages that cannot leave, and nothing in flight will change that."""
         return self.room(tier) == 0 and self._transfers.quiet(tier, now, STALL_S)
 
     def stuck(self, src: Tier, dst: Tier, now: float) -> bool:
-        """Whether the edge down cannot be counted on: its last write failed, or it carries pages and stands still."""
+        """Return whether the edge to the lower tier is unreliable: its last write failed, or it is stalled."""
         return dst in self.failing or self._transfers.stalled((src, dst), now, STALL_S)
 
     def copy_from_engine(
@@ -399,9 +406,9 @@ class Space:
         memory_only: bool,
         coming: bool = False,
     ) -> bool:
-        """Plans the copy of a page that no tier has out of an engine's slot; False if there is no room.
+        """Plan the copy of a page that no tier has out of an engine's slot. False if there is no space.
 
-        ``coming``: ``parent`` will be copied out of another slot, and counts as there.
+        ``coming``: ``parent`` will be copied out of another slot, and counts as present.
         """
         follows = None if coming else parent
         nbytes = self._nbytes(dst)
@@ -416,7 +423,7 @@ class Space:
         return True
 
     def copy(self, key: PageKey, src: Tier, dst: Tier) -> bool:
-        """Plans the copy of a page one tier down; False if there is no room. True if it is there or on its way."""
+        """Plan the copy of a page one tier down. False if there is no space; True also if it is there or in flight."""
         if key in self._tables[dst].copies:
             return True
         nbytes = self._nbytes(dst)
@@ -429,7 +436,7 @@ class Space:
         return True
 
     def _has_room(self, tier: Tier) -> bool:
-        """Whether a page can be taken in without dropping a mirror of a page above."""
+        """Return whether a page can be taken in without dropping a mirror of an upper page."""
         table = self._tables[tier]
         return table.has_space(self._nbytes(tier)) or len(table.droppable) > 0
 
@@ -438,11 +445,11 @@ class Space:
         return table.record_nbytes if table.budget_nbytes is not None else 0
 
     def drop(self, key: PageKey, tier: Tier) -> None:
-        """Lets a readable copy go."""
+        """Drop a readable copy."""
         self._residency.dropped.append(self._residency.evict(key, tier))
 
     def _drop_mirrored_leaf(self, tier: Tier, below: Tier, spared: PageKey | None) -> None:
-        """Drops a last page of a sequence from both tiers, so that an earlier one can be saved in its place."""
+        """Drop the last page of a sequence from both tiers, so that an earlier one can be saved instead."""
         if self._has_room(below):
             return
         copies, lineage = self._tables[tier].copies, self._residency.lineage
@@ -460,9 +467,9 @@ class Space:
             self.drop(key, tier)
 
     def _drop_end_above(self, tier: Tier) -> None:
-        """Drops the end of a sequence that goes on in a tier above, and the page before it from here.
+        """Drop the end of a sequence that continues in an upper tier, and the page before it from here.
 
-        The tiers above end what is here: no page of this tier could leave without cutting off another.
+        The upper tiers end what is here: no page of this tier could leave without making another unreachable.
         """
         copies, parent = self._tables[tier].copies, self._residency.lineage.parent
         for other in self._tiers:
@@ -477,10 +484,10 @@ class Space:
                 return
 
     def _drop_before_saved(self, tier: Tier, wanted: int) -> None:
-        """Drops pages that cannot be saved although what follows them was, a batch at most.
+        """Drop pages that cannot be saved although later pages were, at most a batch.
 
-        It cuts off what lies below, which goes first from then on: else a disk that refuses for good would keep these
-        pages here for good, and nobody could have their slots.
+        This makes the lower pages unreachable, which are evicted first from then on. Otherwise a disk that refuses
+        forever would keep these pages here, and nobody could get their slots.
         """
         tables, lineage = self._tables, self._residency.lineage
         here = [tables[other].copies for other in self._tiers if other <= tier]
@@ -499,7 +506,7 @@ _REMEMBERED = 8192
 
 
 class Drops:
-    """Drains residency's log of dropped copies. Bounded."""
+    """Processes residency's log of dropped copies. Bounded."""
 
     def __init__(self, residency: Residency, metrics: Counters) -> None:
         self._residency = residency
@@ -515,7 +522,7 @@ class Drops:
         self._told = False
 
     def note(self, reason: str | None = None) -> None:
-        """Counts what was dropped since the last call. Reason None: to make room."""
+        """Count what was dropped since the last call. Reason None: to make room."""
         dropped = self._residency.dropped
         counts: Counter[tuple[Tier, str]] = Counter()
         while dropped:
@@ -535,7 +542,9 @@ class Drops:
             self._fates.popitem(last=False)
 
     def tell(self, *, refused: bool) -> None:
-        """Warns, once, that pages come faster than the tiers below take them; a tier that refuses is told elsewhere."""
+        """Warn once that pages arrive faster than the lower tiers take them. A tier that refuses is reported
+        elsewhere.
+        """
         if self.unsaved and not refused and not self._told:
             self._told = True
             _log.warning(
@@ -545,7 +554,7 @@ class Drops:
         self.unsaved = 0
 
     def fate(self, key: PageKey) -> str | None:
-        """Why the page's last copy went, if it went recently and has not come back."""
+        """Return why the page's last copy was dropped, if that was recent and the page has not come back."""
         return None if self._residency.where(key) is not None else self._fates.get(key)
 
 

@@ -1,7 +1,7 @@
 """Leases: what they hold, how they come to cover pages, and when they end. Metadata only.
 
-A lease pins pages in HBM and waits for those on their way. It takes in pages that are there, on their way, or to be
-loaded for it; its deadline, a failed load or an eviction cuts it short.
+A lease pins pages in HBM and waits for those in flight. It takes in pages that are there, in flight, or to be loaded
+for it; its deadline, a failed load or an eviction cuts it short.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """What a lease holds. Pages ``[0, len(slots))`` are covered; those in ``waiting`` are still on their way."""
+    """What a lease holds. Pages ``[0, len(slots))`` are covered; those in ``waiting`` are still in flight."""
 
     keys: tuple[PageKey, ...]
     into: tuple[int, ...] | None = None
@@ -59,12 +59,12 @@ class LeaseRecord:
 
     @property
     def inexact(self) -> bool:
-        """Whether a page it covers is not certainly what was put: then neither is what is computed over it."""
+        """Whether a page that it covers may differ from what was put, and so anything computed over it."""
         return self.inexact_from is not None and self.inexact_from < len(self.slots)
 
     @property
     def state(self) -> LeaseState:
-        """Of its copies; pages may still be written by whoever has put them. READY and FAILED are final."""
+        """State of its copies; their writers may not be done. READY and FAILED are final."""
         if not self.complete or self.waiting or self.landing:
             return LeaseState.PENDING
         if self.never_written is not None:
@@ -73,10 +73,10 @@ class LeaseRecord:
 
 
 class Leases:
-    """The open leases of a store, from their begin to their release.
+    """The open leases of a store, from begin to release.
 
-    ``drops`` tells why a page is gone, for the reason of a miss. ``hit`` is told of the pages that a lease takes in,
-    and of the fastest tier that had them.
+    ``drops`` says why a page is gone, for the reason of a miss. ``hit`` is called with the pages that a lease takes in,
+    and the fastest tier that had them.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Leases:
     def begin(
         self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None, *, exact: bool
     ) -> LeaseRecord:
-        """A lease that covers nothing yet. ``exact``: it takes no page that may differ from what was put."""
+        """Return a lease that covers nothing yet. ``exact``: it takes no page that may differ from what was put."""
         lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline, exact)
         self.open.add(lease)
         if deadline is not None:
@@ -116,7 +116,7 @@ class Leases:
         return lease
 
     def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Adds up to ``limit`` pages; the lease is complete when the next page cannot be had."""
+        """Add up to ``limit`` pages. The lease is complete when the next page is unavailable."""
         end = len(lease.slots) + limit
         while (index := len(lease.slots)) < end:
             if lease.cut or index == len(lease.keys):
@@ -129,16 +129,17 @@ class Leases:
                 return
 
     def hold(self, lease: LeaseRecord, key: PageKey) -> None:
-        """Pins a page sealed under the lease until its release."""
+        """Pin a page sealed under the lease until its release."""
         [slot] = self._residency.pin((key,), Tier.HBM)
         lease.held.append((key, slot))
         if not self._residency.exactness.exact(key):
             lease.inexact_from = -1
 
     def moved(self, load: Load, slot: int) -> None:
-        """Another slot became the page's copy while it was being loaded: it is there for all who wait.
+        """Note that the page was put into another slot while a load was in flight.
 
-        But not for who may be reading the old one, which others may have soon: ``cut_replaced`` takes it from them.
+        Leases that are still waiting switch to the new slot. A lease that may already be reading the old slot is cut by
+        ``cut_replaced``, because that slot is about to be reused.
         """
         for lease, index in load.waiters:
             if lease in self.open and index < len(lease.slots):
@@ -149,26 +150,28 @@ class Leases:
                     lease.waiting.discard(index)
 
     def cut_replaced(self) -> None:
-        """Leases end before pages that moved while they may have been read."""
+        """Cut leases before pages that moved while they may have been read."""
         for lease, index in self._replaced:
             self.cut(lease, index, "replaced")
         self._replaced.clear()
 
     def arrived(self, load: Load) -> None:
-        """The page is there for all who wait for this load."""
+        """Note that the page has arrived, for all leases that wait for this load."""
         for lease, index in load.waiters:
             lease.waiting.discard(index)
             lease.landing.discard(index)
 
     def lost(self, load: Load, reason: str) -> None:
-        """The page will not come: every lease that waits for it ends before it."""
+        """Cut every lease that waits for the page, because it will not arrive."""
         for lease, index in load.waiters:
             lease.landing.discard(index)
             self.cut(lease, index, reason)
 
     def never_written(self, slots: Collection[int], event: Event) -> None:
-        """The writer of these slots has failed: leases that cover one end before it, and those under which one was
-        sealed have failed with ``event``. O(leased pages): a device has failed."""
+        """Note that the writer of these slots failed: leases that cover one are cut before it.
+
+        Leases under which one was sealed have failed with ``event``. O(leased pages), after a device failure.
+        """
         for lease in [lease for lease in self.open if not lease.released]:
             index = next((i for i, slot in enumerate(lease.slots) if slot in slots), None)
             if index is not None:
@@ -177,7 +180,7 @@ class Leases:
                 lease.never_written = event
 
     def cut(self, lease: LeaseRecord, index: int, reason: str) -> None:
-        """The lease ends before page ``index``: later pages are let go.
+        """Cut the lease before page ``index`` and release later pages.
 
         An engine computes into the slots of missing pages, so its lease is final only when no copy writes them.
         """
@@ -190,8 +193,10 @@ class Leases:
         lease.waiting = {i for i in lease.waiting if i < index}
 
     def under_way(self, lease: LeaseRecord) -> list[int] | None:
-        """The slots of its pages that are on their way; None while one cannot be told of: it waits for a promotion, or
-        pages that the lease gave up still come."""
+        """Return the slots of its pages in flight.
+
+        None if one is unknown: it waits for a promotion, or pages that the lease gave up are still in flight.
+        """
         if not lease.complete or lease.landing:
             return None
         slots, by_slot = lease.slots, self._loads.by_slot
@@ -206,7 +211,7 @@ class Leases:
         return coming
 
     def expire(self, now: float) -> None:
-        """Cuts leases whose deadline has come before the first page that is not there."""
+        """Cut leases whose deadline has come before the first page that is not there."""
         if not self._timed:
             self.next_deadline = None
             return
@@ -226,7 +231,7 @@ class Leases:
         )
 
     def stop_waiting(self, lease: LeaseRecord) -> None:
-        """The lease is being released: nobody waits for its pages any more."""
+        """Stop waiting for the pages of a lease that is being released."""
         self._count(lease)
         if lease.into is not None:
             for index in lease.waiting | lease.landing:
@@ -235,9 +240,9 @@ class Leases:
         lease.landing.clear()
 
     def release_some(self, lease: LeaseRecord, limit: int) -> bool:
-        """Ends up to ``limit`` pins of a lease, last pages first; whether some are left.
+        """End up to ``limit`` pins of a lease, last pages first. Returns whether some are left.
 
-        Loads that nobody waits for any more go on by themselves while HOST has free slots.
+        Loads that nobody waits for any more continue while HOST has free slots.
         """
         self.stop_waiting(lease)
         if lease.held:
@@ -255,7 +260,7 @@ class Leases:
         return more
 
     def awaits(self, src: Tier) -> bool:
-        """Whether a lease waits for a page that has to come from ``src``."""
+        """Return whether a lease waits for a page that has to come from ``src``."""
         by_slot = self._loads.by_slot
         return any(
             load is not None and load.source == src
@@ -267,10 +272,7 @@ class Leases:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _attach(self, lease: LeaseRecord, keys: Sequence[PageKey], now: float) -> str | None:
-        """Add the first of ``keys`` to a lease, and those after it that come from the same place.
-
-        Returns the reason if the first page cannot be had. Few calls a page: a link and a first token wait for it.
-        """
+        """Add one page to a lease. Returns the reason if that is impossible."""
         index = len(lease.slots)
         exact = self._residency.exactness.prefix(keys)
         if lease.exact:
@@ -336,10 +338,7 @@ class Leases:
         return None
 
     def _given(self, slots: Sequence[int], keys: Sequence[PageKey], source: Tier) -> list[tuple[int, int]]:
-        """Pin the sources of the first of ``keys``, those that are readable in ``source``, for an engine's slots.
-
-        Returns each slot with that of its source. LeaseError if another load is to fill a slot.
-        """
+        """Use an engine's slot, and pin the source for the load. LeaseError if another load is to fill the slot."""
         for slot in slots:
             if slot in self._loads.by_slot:
                 raise LeaseError(f"HBM slot {slot} is already the target of a load")
@@ -347,7 +346,7 @@ class Leases:
         return list(zip(slots, self._residency.pin(readable, source), strict=False))
 
     def _first_not_there(self, lease: LeaseRecord) -> int | None:
-        """The first page that is on its way, or still being written for a caller who was not told of its writer."""
+        """Return the first page in flight, or still being written for a caller who was not told of its writer."""
         found = min(lease.waiting, default=None)
         if not self._unwritten or lease.told:
             return found
@@ -363,7 +362,7 @@ class Leases:
         return load.submitted
 
     def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """These pages were used, and a pin of each ends."""
+        """Note that these pages were used, and end one pin of each."""
         if self._hbm is None:
             self._residency.touch(keys)
             return
@@ -378,7 +377,7 @@ class Leases:
         del lease.slots[start:]
 
     def _count(self, lease: LeaseRecord) -> None:
-        """Counts every page asked for, once: a hit where it was found, or a miss with its reason."""
+        """Count every requested page once: a hit where it was found, or a miss with its reason."""
         if lease.counted:
             return
         lease.counted = True
@@ -395,7 +394,7 @@ class Leases:
 
 
 def last_key(lease: LeaseRecord | None) -> PageKey | None:
-    """The page that the next one sealed under this lease follows."""
+    """Return the page that the next one sealed under this lease follows."""
     if lease is None:
         return None
     if lease.held:

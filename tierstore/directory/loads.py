@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One page being brought into one HBM slot. ``submitted``: a transfer writes the slot and holds the source pin."""
+    """A page being loaded into an HBM slot. ``submitted``: a transfer writes the slot and holds the source pin."""
 
     key: PageKey
     slot: int
@@ -46,7 +46,7 @@ class Load:
 
 
 class Loads:
-    """All loads in progress, by HBM slot; finished ones wait in ``ended`` for the directory."""
+    """All loads in progress, by HBM slot. Finished ones wait in ``ended`` for the directory."""
 
     def __init__(self, residency: Residency, transfers: Transfers, *, owned: bool) -> None:
         self.by_slot: dict[int, Load] = {}
@@ -69,7 +69,7 @@ class Loads:
 
     @property
     def queued(self) -> int:
-        """Promotions that wait for a slot of the gate."""
+        """Number of promotions that wait for a slot of the gate."""
         return len(self._queue)
 
     def start(
@@ -97,10 +97,10 @@ class Loads:
         self._transfers.add(source, Tier.HBM, *moves)
 
     def promote_queued(self) -> None:
-        """Starts queued promotions for which the gate has room now, a bounded number.
+        """Start a bounded number of queued promotions for which the gate has space now.
 
-        One that nobody waits for ends where it would cost another page its slot: it is no request's any more, and
-        its source may stand still.
+        A promotion that nobody waits for ends if it would cost another page its slot: it belongs to no request any
+        more, and its source may be stalled.
         """
         residency, queue, gate = self._residency, self._queue, self.gate
         memory, started = residency.tables[gate], 0
@@ -125,7 +125,7 @@ class Loads:
             queue.popleft()
 
     def promoted(self, key: PageKey) -> None:
-        """The page is readable in the gate: its loads go on from there."""
+        """Continue the loads of a page that became readable in the gate."""
         for load in self.promoting.pop(key, ()):
             [source_slot] = self._residency.pin((key,), self.gate)
             self._residency.unpin((key,), load.source, (load.source_slot,))
@@ -133,13 +133,13 @@ class Loads:
             self._submit(load)
 
     def lost(self, key: PageKey) -> None:
-        """The page cannot be promoted: its loads end without it."""
+        """End the loads of a page that cannot be promoted."""
         for load in self.promoting.pop(key, ()):
             self._residency.unpin((key,), load.source, (load.source_slot,))
             self._end(load, arrived=False)
 
     def give_up_queued(self) -> None:
-        """The gate will not get room: the loads that wait for a promotion end without their pages."""
+        """End loads that wait for a promotion, because the gate will get no space."""
         for key in self._queue:
             self.lost(key)
         self._queue.clear()
@@ -147,7 +147,7 @@ class Loads:
     def arrived(
         self, keys: Sequence[PageKey], slots: Sequence[int], src: Tier, src_slots: Sequence[int]
     ) -> None:
-        """A transfer has filled the slots: unpin its sources and end the loads of pages that are readable now."""
+        """Note that a transfer has filled the slot."""
         readable: Iterable[bool]
         if self.owned:
             readable = self._residency.commit(keys, Tier.HBM, slots, src, src_slots)
@@ -161,7 +161,7 @@ class Loads:
                 self._end(load, arrived=True)
 
     def failed(self, key: PageKey, slot: int) -> None:
-        """A transfer has ended without filling the slot."""
+        """Note that a transfer has ended without filling the slot."""
         load = self.by_slot.get(slot)
         if load is not None and load.key == key and load.submitted:
             self._end(load, arrived=False)
@@ -169,13 +169,13 @@ class Loads:
             self._residency.fail(key, Tier.HBM, slot)
 
     def late(self, key: PageKey, slot: int) -> None:
-        """A transfer takes too long to fill the slot: the load ends without it, the slot stays the transfer's."""
+        """End the load without a transfer that takes too long. The slot stays the transfer's."""
         load = self.by_slot.pop(slot)
         self._residency.abort(key, Tier.HBM)
         self.ended.append((load, False))
 
     def cancel(self, slot: int) -> Load:
-        """The page's HBM copy on its way was aborted or replaced; nobody waits for this load any more."""
+        """Stop waiting for a load whose HBM copy in flight was aborted or replaced."""
         load = self.by_slot.pop(slot)
         if not load.submitted:
             waiting = self.promoting[load.key]
@@ -188,9 +188,9 @@ class Loads:
         return load
 
     def give_back(self, wanted: int) -> None:
-        """Ends up to ``wanted`` loads that nobody holds and nothing has begun to write, the newest first.
+        """End up to ``wanted`` loads that nobody holds and nothing has begun to write, the newest first.
 
-        They wait for a promotion, which may never come; their HBM slots are free at once.
+        They wait for a promotion, which may never come. Their HBM slots are free at once.
         """
         if wanted <= 0 or not self.owned:
             return
@@ -198,11 +198,11 @@ class Loads:
         self._end_unheld(unheld[-wanted:])
 
     def any_unheld(self) -> bool:
-        """Whether a load is under way whose page no lease holds: its slot can be had once it has ended."""
+        """Return whether a load is in flight whose page no lease holds: its slot is available when it has ended."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
     def too_late(self, source: Tier, deadline: float, now: float, pages: int) -> bool:
-        """Whether the last of so many pages from ``source`` is expected in HBM only after the deadline."""
+        """Return whether a page from ``source`` is expected in HBM only after the deadline."""
         if source == self.gate or not self.staged:
             edges = [(source, Tier.HBM)]
         else:
@@ -210,7 +210,7 @@ class Loads:
         return deadline <= now or now + sum(self._transfers.seconds_for(e, pages) for e in edges) > deadline
 
     def abandon(self, slot: int) -> None:
-        """Engine-owned HBM: nobody waits for this load any more; its slot is told once nothing writes it."""
+        """Stop waiting for a load into an engine's slot, which is reported once nothing writes it."""
         load = self.by_slot[slot]
         load.abandoned = True
         if not load.submitted:
@@ -218,7 +218,7 @@ class Loads:
             self.abandoned.append(slot)
 
     def _unheld(self, key: PageKey) -> bool:
-        """Whether no lease holds the page's HBM copy on its way. An engine's loads are abandoned one by one instead."""
+        """Return whether no lease holds the page's HBM copy in flight. An engine's loads are abandoned one by one."""
         return self.owned and not self._residency.tables[Tier.HBM].copies[key].pins
 
     def _end_unheld(self, loads: Sequence[Load]) -> None:
@@ -251,7 +251,9 @@ _Place = tuple["PageKey", Tier]
 
 
 class _Brought(NamedTuple):
-    """A page that was brought to ``tier`` and that no lease has taken yet; ``ways``: by which edges, last one last."""
+    """A page that was brought to ``tier`` and that no lease has taken yet. ``ways``: the edges it took, last one
+    last.
+    """
 
     tier: Tier
     hint: Hint
@@ -286,16 +288,16 @@ class Promotions:
         self._most_brought = sum(table.num_slots or 0 for table in self._tables.values())
 
     def sources(self, tier: Tier) -> tuple[Tier, ...]:
-        """The tiers from which pages come to ``tier``, fastest first; none: it is no tier to promote to."""
+        """Return the tiers from which pages come to ``tier``, fastest first; empty if it cannot be promoted to."""
         hierarchy = self._residency.hierarchy
         if tier not in hierarchy.tiers or tier in hierarchy.records:
             return ()
         return hierarchy.records if tier == hierarchy.memory_floor else (self._loads.gate,)
 
     def start(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
-        """Starts to bring pages to ``tier``, first to last, until one is not right below or finds no room.
+        """Start to bring pages to ``tier``, in order, until one is not in the next lower tier or finds no space.
 
-        ``over``: hints whose pages may lose their place for these, the last named first.
+        ``over``: hints whose pages may be displaced by these, the last named first.
         """
         sources = self.sources(tier)
         self._take_ended()
@@ -320,7 +322,7 @@ class Promotions:
         return Promoted(tuple(started), covered, in_force, in_flight, len(self._moving[tier]))
 
     def end(self, limit: int) -> bool:
-        """Lets go what was kept for hints that ended, up to ``limit`` pages; whether some are left."""
+        """Release what was kept for hints that ended, up to ``limit`` pages. Returns whether some are left."""
         self._take_ended()
         while self._ending and limit > 0:
             if self._ending[0]:
@@ -331,7 +333,7 @@ class Promotions:
         return bool(self._ending)
 
     def used(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """A lease took pages in, which were readable in ``source``."""
+        """Note that a lease took in pages that were readable in ``source``."""
         if not self._brought:
             return
         taken = [self._brought.pop(key, None) for key in keys]
@@ -343,7 +345,7 @@ class Promotions:
             self._metrics.avoided(pages * max(map(self._transfers.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
-        """A copy was dropped."""
+        """Note that a copy was dropped."""
         brought = self._brought.get(key)
         if brought is not None and brought.tier == tier:
             del self._brought[key]
@@ -364,7 +366,7 @@ class Promotions:
                 self._brought[key] = first
 
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
-        """Whether a slot can be had that costs no page somebody comes back for."""
+        """Return whether a slot is available that costs no page which somebody announced to use."""
         later = [hint.request_id for hint in over]
         rank = len(later) - 1
         while not self._has_room(tier):
@@ -382,7 +384,7 @@ class Promotions:
         return victim is not None and table.copies[victim].rank < BAND
 
     def _give_place(self, later: Sequence[str], tier: Tier) -> bool:
-        """The page that came last for the first of these, and for none but these, is kept no more; False if none is."""
+        """Stop keeping the page that came last for the first of these. False if there is none."""
         kept = self._kept.get(later[0], OrderedDict())
         place = next((p for p in reversed(kept) if p[1] == tier and self._could_go(p, later)), None)
         if place is None:
@@ -431,7 +433,7 @@ class Promotions:
         return keys
 
     def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        """Host memory that a page came through is free for the next once the page is on its way to HBM."""
+        """Free the host memory that a page came through, once the page is in flight to HBM."""
         kept = self._kept.setdefault(hint.request_id, OrderedDict())
         for key in keys:
             place, below = (key, tier), (key, Tier.HOST)
@@ -444,7 +446,7 @@ class Promotions:
             self._residency.queues.keep(key, tier, hint.priority)
 
     def _take_ended(self) -> None:
-        """A newer hint of the same request begins with nothing kept."""
+        """Keep nothing for the older hint of a request that has a newer one."""
         ended = self._hints.ended
         while ended:
             kept = self._kept.pop(ended.popleft(), None)
@@ -459,7 +461,7 @@ class Promotions:
         self._residency.queues.end_keeping(*place)
 
     def _settle(self) -> None:
-        """Forgets what has arrived or will not come: looks at a bounded number, each in its turn."""
+        """Forget what has arrived or will not: examines a bounded number, each in turn."""
         for tier, moving in self._moving.items():
             copies = self._tables[tier].copies
             for key in list(islice(moving, 2 * BATCH_PAGES)):

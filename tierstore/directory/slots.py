@@ -1,8 +1,8 @@
 """HBM slots between callers and the store: owned, sealed by ``put``, or an engine's own, copied out. Metadata only.
 
-Where HBM is the store's, a caller owns slots from ``allocate`` until they are put or given back; ``put`` makes them
-pages that can be matched. Where an engine owns HBM, its pages are queued until HOST has room, and the engine is told
-when their slots are free again: between ``put`` and the report a slot may neither be put again nor be loaded into.
+If the store owns HBM, a caller owns slots from ``allocate`` until they are put or given back; ``put`` makes them pages
+that can be matched. If an engine owns HBM, its pages are queued until HOST has space, and the engine is told when their
+slots are free again: between ``put`` and that report a slot may neither be put again nor be loaded into.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class OwnedSlots:
-    """Of a store whose HBM is its own."""
+    """Slots that callers own, in a store that owns HBM."""
 
     def __init__(self, residency: Residency, space: Space, drops: Drops) -> None:
         self._residency = residency
@@ -35,7 +35,7 @@ class OwnedSlots:
         self._drops = drops
 
     def allocate(self, n: int, *, reserve: int) -> list[int] | None:
-        """``n`` owned HBM slots, or None, changing nothing, if ``reserve`` are not free or droppable now."""
+        """Return ``n`` owned HBM slots; None, with nothing changed, if ``reserve`` are not free or droppable now."""
         if self._space.room(Tier.HBM) < reserve and not self._could_drop(reserve):
             return None
         slots: list[int] = []
@@ -51,18 +51,18 @@ class OwnedSlots:
         return slots
 
     def retire(self, slots: Sequence[int]) -> None:
-        """Owned slots may not be used any more by their owner, and not yet by others; ``free`` ends that."""
+        """Take owned slots from their owner. Nobody else may use them until ``free``."""
         self.require(slots)
         for slot in slots:
             self._residency.retire(Tier.HBM, slot)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Retired slots become free."""
+        """Make retired slots free."""
         for slot in slots:
             self._residency.release_retired(Tier.HBM, slot)
 
     def require(self, slots: Sequence[int]) -> None:
-        """LeaseError unless all slots are owned by callers, each named once."""
+        """Raise LeaseError unless all slots are owned by callers, each named once."""
         owned = self._residency.tables[Tier.HBM].owned
         strange = [slot for slot in slots if slot not in owned]
         if strange:
@@ -77,7 +77,7 @@ class OwnedSlots:
 
 
 class SealedSlots:
-    """Takes over slots of callers. Where an engine owns HBM nothing is sealed."""
+    """Takes over slots of callers. If an engine owns HBM, nothing is sealed."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SealedSlots:
         return kept, duplicates
 
     def written(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """The engine has finished writing pages sealed earlier: copies may start from them."""
+        """Note that the engine has finished writing pages sealed earlier: copies may start from them."""
         for key, slot in zip(keys, slots, strict=True):
             if self._writeback.unwritten.get(key) == slot:
                 del self._writeback.unwritten[key]
@@ -202,9 +202,9 @@ class SealedSlots:
         return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
-        """Whether the lease may hold what will be the page's copy in HBM.
+        """Return whether the lease may hold what will be the page's copy in HBM.
 
-        For an exact page copies that are not, that nobody uses and that are saved below, make way.
+        For an exact page, copies that are inexact, unused and saved below give way.
         """
         exactness = self._residency.exactness
         if exactness.exact(key):
@@ -259,11 +259,11 @@ class OutgoingPages:
 
     @property
     def waiting(self) -> bool:
-        """Whether pages wait for room."""
+        """Whether pages wait for space."""
         return bool(self._queue)
 
     def require_usable(self, slots: Sequence[int]) -> None:
-        """LeaseError unless the engine has these slots, each is named once, and no copy reads or writes them."""
+        """Raise LeaseError unless the engine has these slots, names each once, and no copy uses them."""
         for slot in slots:
             if not 0 <= slot < self.num_slots:
                 raise LeaseError(f"slot {slot} is none of the engine's {self.num_slots}")
@@ -273,7 +273,7 @@ class OutgoingPages:
             raise LeaseError("a slot is named twice")
 
     def accept(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
-        """The slots are the store's to read until they are reported."""
+        """Let the store read the slots until they are reported."""
         self.require_usable(slots)
         self._unreport(slots)
         self._slots.update(zip(slots, [None] * len(slots) if memory_only else keys, strict=True))
@@ -289,7 +289,7 @@ class OutgoingPages:
         parent: PageKey | None = None,
         doubted: bool = False,
     ) -> None:
-        """The accepted slots are written: their copies may start. ``parent``: the page before the first key."""
+        """Start copies of accepted slots that are written. ``parent``: the page before the first key."""
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             if slot in self._forgotten:
                 self._forgo(slot)
@@ -298,9 +298,9 @@ class OutgoingPages:
             parent = key
 
     def withdraw(self, slots: Collection[int]) -> list[int]:
-        """The engine takes slots back: those whose copies have not begun are its own at once, and not reported.
+        """Return slots to the engine: those whose copies have not begun belong to it at once, and are not reported.
 
-        Which of ``slots`` a copy reads now, or is to read once they are written.
+        Returns those of ``slots`` that a copy reads now, or will read once they are written.
         """
         self._unreport(slots)
         wanted = set(slots) & self._slots.keys()
@@ -313,7 +313,7 @@ class OutgoingPages:
         return [slot for slot in slots if slot in self._slots]
 
     def give_up(self, slots: Sequence[int]) -> None:
-        """Accepted slots that are not to be copied: whatever was to write them has failed."""
+        """Give up accepted slots whose writing has failed."""
         for slot in slots:
             if slot in self._forgotten:
                 self._forgo(slot)
@@ -339,7 +339,7 @@ class OutgoingPages:
         return coming
 
     def ended(self, slot: int) -> None:
-        """Nothing reads the slot any more."""
+        """Note that nothing reads the slot any more."""
         self._let_go(slot)
         self.reusable.append(slot)
 
@@ -360,12 +360,11 @@ class OutgoingPages:
             self._sinks.came(key)
 
     def advance(self, now: float) -> None:
-        """Starts the copies for which there is room; gives pages up only where no room will come for them.
+        """Start the copies for which there is space; give pages up only if there will be none.
 
         So a prompt longer than the tiers keeps its beginning: the first page that only its parent could make room for
-        is given up, and what follows it takes nobody's place, for no request could reach it.
-
-        Not while pages wait to be lifted that may be stored from now on: they would be dropped to make room.
+        is given up, and later pages displace nothing, because no request could reach them. It waits while pages are to
+        be lifted that may be stored from now on: they would be dropped to make room.
         """
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:
@@ -397,7 +396,7 @@ class OutgoingPages:
         return page.parent in self._sinks.coming or not self._residency.orphans.after(page.parent)
 
     def _start(self, page: _Page, dst: Tier) -> bool:
-        """Begin to copy the page out of its slot; False if there is no room for it."""
+        """Begin to copy the page out of its slot. False if there is no space for it."""
         key, parent = page.key, page.parent
         if not self._space.copy_from_engine(
             key,

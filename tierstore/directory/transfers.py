@@ -60,11 +60,11 @@ class Transfers:
         self._next_id = 0
 
     def add(self, src: Tier, dst: Tier, *moves: Move) -> None:
-        """Put reserved moves into the current batch of their edge."""
+        """Add reserved moves to the current batch of their edge."""
         self._moves[src, dst].extend(moves)
 
     def emit(self, now: float) -> None:
-        """Turns the collected moves into transfers and queues them, with the erases decided before, for the mover."""
+        """Turn the collected moves into transfers and queue them for the mover, after erases decided before them."""
         self.emit_erases()
         for edge, moves in self._moves.items():
             if moves and not self.pages[edge]:
@@ -74,7 +74,7 @@ class Transfers:
         self._moves.clear()
 
     def emit_erases(self) -> None:
-        """Queues an erase for every record that residency let go."""
+        """Queue an erase for every record that residency released."""
         by_tier: dict[Tier, list[PageKey]] = defaultdict(list)
         erased = self._residency.erased
         while erased:
@@ -83,7 +83,7 @@ class Transfers:
         self.outbox.extend(Erase(tier, tuple(keys)) for tier, keys in by_tier.items())
 
     def settle(self, ack: Ack, now: float) -> Transfer:
-        """The transfer has ended; forgets it and learns the edge's rate. Late pages stay, as all of the transfer."""
+        """Forget a transfer that has ended, and learn the edge's rate. Late pages stay, as the whole transfer."""
         transfer = self.open.pop(ack.transfer_id)
         edge = (transfer.src, transfer.dst)
         self.pages[edge] -= len(transfer.keys) - len(ack.late)
@@ -97,11 +97,11 @@ class Transfers:
         return transfer
 
     def carrying(self, src: Tier, dst: Tier) -> int:
-        """Pages reserved on the edge and not settled, those of the batch being collected included."""
+        """Return the pages reserved on the edge and not settled, including the batch being collected."""
         return self.pages[src, dst] + len(self._moves.get((src, dst), ()))
 
     def carried(self, edge: Edge, keys: Iterable[PageKey]) -> int:
-        """How many of these pages are among those that ``carrying`` counts."""
+        """Return how many of these pages ``carrying`` counts."""
         if not self.carrying(*edge):
             return 0
         wanted = set(keys)
@@ -110,30 +110,30 @@ class Transfers:
         return sum(key in wanted for key in [*moves, *under_way])
 
     def seconds_for(self, edge: Edge, pages: int) -> float:
-        """Expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""
+        """Return the expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""
         rate = self.rates.get(edge)
         if rate is None:
             return 0.0
         return (self.carrying(*edge) + pages) * self.page_nbytes / rate
 
     def page_seconds(self, edge: Edge) -> float:
-        """Seconds that a page takes along the edge at the rate measured, alone; 0 while none is known."""
+        """Return the seconds a page takes along the edge at the measured rate; 0 while none is known."""
         rate = self.rates.get(edge)
         return 0.0 if rate is None else self.page_nbytes / rate
 
     def stalled(self, edge: Edge, now: float, limit_s: float) -> bool:
-        """Whether the edge carries pages and has made no progress for ``limit_s``."""
+        """Return whether the edge carries pages and has made no progress for ``limit_s``."""
         return self.pages[edge] > 0 and now - self.moved_at[edge] > limit_s
 
     def quiet(self, tier: Tier, now: float, limit_s: float) -> bool:
-        """Whether nothing is on its way into or out of the tier, but on edges that have stood still for ``limit_s``."""
+        """Return whether nothing moves into or out of the tier, except on edges stalled for ``limit_s``."""
         return not any(
             tier in edge and self.carrying(*edge) and not self.stalled(edge, now, limit_s)
             for edge in {*self.pages, *self._moves}
         )
 
     def take(self) -> list[Transfer | Erase]:
-        """Hands the queued commands to the mover, in order."""
+        """Return the queued commands for the mover, in order."""
         commands = list(self.outbox)
         self.outbox.clear()
         return commands
