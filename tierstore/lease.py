@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from tierstore.gpu.device import HbmDevice
     from tierstore.pump import Pump
     from tierstore.types import PageKey, Tier
 
@@ -200,12 +201,12 @@ def _deadline(timeout_s: float | None) -> float | None:
 class LeaseHost:
     """The host of all leases of a store: fills them, waits for their pages and ends them. Thread-safe."""
 
-    def __init__(self, pump: Pump, num_layers: int) -> None:
+    def __init__(self, pump: Pump, device: HbmDevice, num_layers: int) -> None:
         self.num_layers = num_layers
         self._pump = pump
         self._directory = pump.directory
         self._events = pump.events
-        self._device = pump.parts.device
+        self._device = device
         self._abandoned: deque[LeaseRecord] = deque()
         """Of leases that were dropped without release: finalisers append to it, without the lock."""
         self._line: deque[LeaseRecord] = deque()

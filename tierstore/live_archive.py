@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.archive.file_format import Description
 from tierstore.archive.source_sink import Taken
-from tierstore.errors import ArchiveError, CapacityError, ConfigError, IntegrityError
+from tierstore.errors import ArchiveError, CapacityError, IntegrityError
 from tierstore.keys import EXACT
 from tierstore.nvme import record_format
 from tierstore.nvme.page_codecs import Decoders
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tierstore.archive.file_format import Description
+    from tierstore.gpu.pool import OwnPool
     from tierstore.lease import Lease
+    from tierstore.nvme.tier import NvmeTier
     from tierstore.pump import Pump
     from tierstore.store import EngineSlots, OwnSlots
     from tierstore.types import PageKey
@@ -33,27 +35,37 @@ _PATIENCE_S = 10.0
 class LiveSource:
     """Reads a page from NVMe as the record there, and any other page from HBM under a lease."""
 
-    def __init__(self, pump: Pump, loss: str, acquire: Callable[[Sequence[PageKey]], Lease]) -> None:
+    def __init__(
+        self,
+        pump: Pump,
+        description: Description,
+        pool: OwnPool | None,
+        disk: NvmeTier | None,
+        acquire: Callable[[Sequence[PageKey]], Lease],
+    ) -> None:
         """Read from the store of ``pump``.
 
         Args:
             pump: The store's pump.
-            loss: The loss class of the store's pages.
+            description: What the store's pages are.
+            pool: The store's HBM; None where an engine owns it.
+            disk: The store's NVMe tier, if it has one.
             acquire: ``TierStore.acquire`` of the same store.
         """
-        self._parts = pump.parts
-        self.description = Description(self._parts.layout, loss)
+        self.description = description
         self._pump = pump
+        self._pool = pool
+        self._disk = disk
         self._acquire = acquire
-        self._memory = RecordBuffers(self._parts.layout.blob_nbytes)
+        self._memory = RecordBuffers(description.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
         """See ``Source.record``. Raises StoreClosed if the store is closed."""
         self._pump.advance()
-        tier = self._parts.nvme
+        tier = self._disk
         on_disk = False
         with self._pump.lock, self._pump.guard:
-            residency = self._parts.directory.residency
+            residency = self._pump.directory.residency
             if key in residency.memory_only and key not in residency.memory_only.refused:
                 return "it was put to stay in memory"
             if tier is not None:
@@ -67,12 +79,12 @@ class LiveSource:
 
     def _from_memory(self, key: PageKey, reason: str) -> Record | str:
         """Read the page from HBM. ``reason`` says why the disk did not have it."""
-        if self._parts.pool is None:
+        if self._pool is None:
             return f"{reason} on disk; an engine's own store gives what `flush` has brought there"
         for lease in self._leases(key):
             with lease:
                 if lease.wait(_PATIENCE_S) is LeaseState.READY and lease.num_pages:
-                    return self._leased(key, lease)
+                    return self._leased(key, lease, self._pool)
                 because = lease.missing_because or "it did not come in time"
             if because != "no_room":
                 break
@@ -82,13 +94,12 @@ class LiveSource:
         for _ in self._pump.until(monotonic() + _PATIENCE_S):
             yield self._acquire([key])
 
-    def _leased(self, key: PageKey, lease: Lease) -> Record:
-        assert self._parts.pool is not None
+    def _leased(self, key: PageKey, lease: Lease, pool: OwnPool) -> Record:
         lent = self._memory.take()
         page = lent.page
-        self._parts.pool.read(lease.slots[0], page)
+        pool.read(lease.slots[0], page)
         with self._pump.lock, self._pump.guard:
-            parent = self._parts.directory.residency.lineage.parent(key)
+            parent = self._pump.directory.residency.lineage.parent(key)
         head = record_format.Head(
             fingerprint=self.description.fingerprint,
             key=key,
@@ -103,31 +114,26 @@ class LiveSource:
 class LiveSink:
     """Stores pages as an engine would after computing them, and writes them to disk if the store has one."""
 
-    def __init__(self, pump: Pump, loss: str, slots: OwnSlots | EngineSlots) -> None:
-        """Write to the store of ``pump``.
+    def __init__(
+        self, pump: Pump, description: Description, pool: OwnPool, slots: OwnSlots | EngineSlots
+    ) -> None:
+        """Write to the store of ``pump``, whose HBM is ``pool``.
 
         Raises:
-            ConfigError: An engine owns HBM.
             ArchiveError: The store's copies are lossy, so an imported page would not be exact.
         """
-        parts = pump.parts
-        if parts.pool is None:
-            raise ConfigError(
-                "import_pages needs hbm.owner: store, but the engine owns HBM here; "
-                "close the store and use `tierstore import`"
-            )
-        if loss != EXACT:
+        if description.loss_class != EXACT:
             raise ArchiveError(
-                f"import_pages needs a store of loss class {EXACT!r}, got {loss!r}; close the store and use "
-                "`tierstore import`, which stores the pages as they are"
+                f"import_pages needs a store of loss class {EXACT!r}, got {description.loss_class!r}; close the store "
+                "and use `tierstore import`, which stores the pages as they are"
             )
-        self.description = Description(parts.layout, loss)
-        self._pool = parts.pool
-        self._directory = parts.directory
+        self.description = description
+        self._pool = pool
+        self._directory = pump.directory
         self._pump = pump
         self._slots = slots
-        self._decoders = Decoders(parts.layout)
-        self._page = np.empty(parts.layout.blob_nbytes, dtype=np.uint8)
+        self._decoders = Decoders(description.layout)
+        self._page = np.empty(description.layout.blob_nbytes, dtype=np.uint8)
 
     def has(self, key: PageKey) -> bool:
         """See ``Sink.has``."""

@@ -165,7 +165,6 @@ class Pump:
     """The store's lock, and everything that happens under it between calls. Nothing waits while holding it."""
 
     def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
-        self.parts = parts
         self.directory = parts.directory
         self.mover = parts.mover
         self.metrics = parts.metrics

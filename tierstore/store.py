@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tierstore import metrics
 from tierstore.archive.export import Exported, write_archive
+from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive
 from tierstore.build import Parts, assemble, loss_class, register_pages
 from tierstore.config import StoreConfig
@@ -64,10 +65,10 @@ if TYPE_CHECKING:
 class OwnSlots:
     """Slots of the store's own HBM pool."""
 
-    def __init__(self, pump: Pump) -> None:
+    def __init__(self, pump: Pump, page_nbytes: int) -> None:
         self._pump = pump
         self._directory = pump.directory
-        self._page_nbytes = pump.parts.layout.page_nbytes
+        self._page_nbytes = page_nbytes
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
         """See ``TierStore.allocate``."""
@@ -371,8 +372,11 @@ class TierStore:
         self._namespace = namespace(parts.layout.specs, loss_class=loss_class(config))
         self._wake = wakeup.bump
         self._pump = Pump(parts, wakeup)
-        self._leases = LeaseHost(self._pump, max(spec.num_layers for spec in parts.layout.specs))
-        self._slots = EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump)
+        layout = parts.layout
+        self._leases = LeaseHost(self._pump, parts.device, max(spec.num_layers for spec in layout.specs))
+        self._slots = (
+            EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump, layout.page_nbytes)
+        )
         self._lock, self._guard = self._pump.lock, self._pump.guard
         self._closing = RLock()  # a signal's handler may close in the middle of a close
         if pump:
@@ -826,7 +830,7 @@ class TierStore:
         """
         self._pump.require_open()
         require_key_list(keys)
-        source = LiveSource(self._pump, loss_class(self._config), self.acquire)
+        source = LiveSource(self._pump, self._description(), self._parts.pool, self._parts.nvme, self.acquire)
         return await write_archive(Path(path), keys, source, progress)
 
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
@@ -841,8 +845,16 @@ class TierStore:
                 changed.
         """
         self._pump.require_open()
-        sink = LiveSink(self._pump, loss_class(self._config), self._slots)
+        if self._parts.pool is None:
+            raise ConfigError(
+                "import_pages needs hbm.owner: store, but the engine owns HBM here; "
+                "close the store and use `tierstore import`"
+            )
+        sink = LiveSink(self._pump, self._description(), self._parts.pool, self._slots)
         return await read_archive(Path(path), sink, progress)
+
+    def _description(self) -> Description:
+        return Description(self._parts.layout, loss_class(self._config))
 
     def poll(self) -> list[int]:
         """Process finished work, and call the callbacks of ``watch``.

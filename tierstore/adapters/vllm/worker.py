@@ -174,6 +174,8 @@ class WorkerHalf:
 
     def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
         """Take over opened parts, whose threads call ``wakeup``. Use ``open``."""
+        # No TierStore: its directory would decide here what the scheduler's half decides. So this half assembles the
+        # tiers itself and drives the mover. From the directory it takes only what the disk held at open.
         assert parts.arena is not None
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (kv_layout.pages,))
