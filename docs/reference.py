@@ -41,7 +41,7 @@ API_SECTIONS = {
     "Pages and keys": ("tierstore", ("PageSpec", "PageKey", "Tier", "EnginePages")),
     "Results and hints": (
         "tierstore",
-        ("Match", "LeaseState", "FlushResult", "PageChange", "Hint", "HintResult"),
+        ("Match", "LeaseState", "FlushResult", "PageChange", "Traffic", "Hint", "HintResult"),
     ),
     "Errors": (
         "tierstore",

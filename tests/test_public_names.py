@@ -24,7 +24,7 @@ def test_the_public_names_are_sorted_and_each_is_there() -> None:
 def test_the_names_of_the_contract_are_public() -> None:
     names = (
         "TierStore PageSpec PageKey Tier Match Lease LeaseState Hint HintResult FlushResult EnginePages PageChange "
-        "StoreConfig Watch load_config"
+        "StoreConfig Traffic Watch load_config"
     )
     errors = "TierStoreError ArchiveError ConfigError CapacityError TransferError IntegrityError LeaseError StoreClosed"
     assert set(tierstore.__all__) == {*names.split(), *errors.split()}

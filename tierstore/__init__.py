@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from tierstore.lease import Lease
     from tierstore.page import PageSpec
     from tierstore.store import TierStore
-    from tierstore.types import FlushResult, Hint, HintResult, LeaseState, Match, PageChange, PageKey, Tier
+    from tierstore.types import (
+        FlushResult,
+        Hint,
+        HintResult,
+        LeaseState,
+        Match,
+        PageChange,
+        PageKey,
+        Tier,
+        Traffic,
+    )
     from tierstore.watch import Watch
 
 __all__ = [
@@ -48,6 +58,7 @@ __all__ = [
     "Tier",
     "TierStore",
     "TierStoreError",
+    "Traffic",
     "TransferError",
     "Watch",
     "load_config",
@@ -78,6 +89,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "PageChange",
         "PageKey",
         "Tier",
+        "Traffic",
     ),
     "tierstore.watch": ("Watch",),
 }

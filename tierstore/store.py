@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tierstore.keys import Extra, TokenIds
     from tierstore.mover import SyncMark
     from tierstore.page import PageSpec
-    from tierstore.types import Event, HintResult, PageChange, PageKey, Promoted, TierDescription
+    from tierstore.types import Event, HintResult, PageChange, PageKey, Promoted, TierDescription, Traffic
     from tierstore.watch import Watch
 
 
@@ -937,6 +937,45 @@ class TierStore:
         self._pump.require_open()
         with self._lock, self._guard:
             return dict(self._directory.transfers.rates)
+
+    def traffic(self) -> dict[tuple[Tier, Tier], Traffic]:
+        """Return the pages in flight and the pages arrived of each edge, by its source and destination.
+
+        An edge that has carried nothing yet is absent. Like ``stats`` it only looks.
+
+        Raises:
+            StoreClosed: After ``close``.
+        """
+        self._pump.require_open()
+        with self._lock, self._guard:
+            return self._directory.transfers.traffic()
+
+    def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
+        """Return how many of these pages are on their way to ``tier`` and cannot be read there yet.
+
+        Like ``match`` it only looks. A tier that is not configured has none.
+
+        Raises:
+            ValueError: If ``tier`` is not a tier.
+            StoreClosed: After ``close``.
+        """
+        self._pump.require_open()
+        require_key_list(keys)
+        require_member("look for pages on their way to", tier, list(Tier))
+        with self._lock, self._guard:
+            return self._directory.residency.arriving(keys, tier)
+
+    def idle(self) -> bool:
+        """Return whether nothing moves, and nothing is going to by itself. Like ``stats`` it only looks.
+
+        That is: no copy is in flight or queued, no event is awaited, and no page waits for a timed spill.
+
+        Raises:
+            StoreClosed: After ``close``.
+        """
+        self._pump.require_open()
+        with self._lock, self._guard:
+            return self._pump.settled and self._directory.writeback.next_spill is None
 
     def close(self, timeout_s: float = 30) -> None:
         """Save what only HBM and HOST hold, wait for copies, fail the rest, and release the directory.

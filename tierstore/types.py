@@ -309,6 +309,19 @@ class PageChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """What an edge between two tiers carries, as ``TierStore.traffic`` tells it.
+
+    Attributes:
+        in_flight: Pages on their way now, those included that wait for their turn.
+        arrived: Pages that have crossed the edge since the store was opened.
+    """
+
+    in_flight: int
+    arrived: int
+
+
+@dataclass(frozen=True, slots=True)
 class FlushResult:
     """Result of ``TierStore.flush``, in pages.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,18 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.adapters.vllm_engine import DOCUMENT, Engine
-from tests.support.pages import chain
+from tests.support.pages import SPEC, chain
 from tierstore.adapters.vllm import costs as choosing
 from tierstore.adapters.vllm.costs import ComputeRate, MeasuredCosts, worth_loading
 from tierstore.adapters.vllm.hit import Hit, Span
 from tierstore.adapters.vllm.kv_groups import Group
 from tierstore.adapters.vllm.loads import DiskPrefetch
-from tierstore.directory.residency import Residency, TierTable
-from tierstore.directory.transfers import Move, Transfers
-from tierstore.policy import make_policy
-from tierstore.types import Ack, PageKey, Tier, Transfer
+from tierstore.config import load_config
+from tierstore.page import PageLayout
+from tierstore.pump import Wakeup
+from tierstore.ranks import Disk as OpenedDisk
+from tierstore.ranks import Opened, Ranks, assemble_apart
+from tierstore.store import TierStore
+from tierstore.types import Ack, Hint, PageKey, Tier, Transfer
 
 HOST, NVME = Tier.HOST, Tier.NVME
+NBYTES = SPEC.page_nbytes
 SIZE = 16
 
 
@@ -118,45 +122,82 @@ def test_a_hit_with_windows_is_loaded_whole_or_not_at_all() -> None:
 
 
 class Disk:
-    """A disk of which 100 bytes are a page, as ``MeasuredCosts`` sees it. ``clock``: now."""
+    """A store whose bytes are in another process, as ``MeasuredCosts`` sees it. ``clock``: now.
 
-    def __init__(self, read_rate: float | None) -> None:
-        self.clock = 0.0
-        self.traffic = Transfers(
-            Residency(
-                {HOST: TierTable(make_policy("lru"), num_slots=1), NVME: TierTable(make_policy("lru"))}
-            ),
-            100,
+    The test says when the other process has read something, and how long that took.
+    """
+
+    def __init__(self, pages_per_s: float | None) -> None:
+        """``pages_per_s``: what the disk was found to give at open."""
+        config = load_config(
+            {
+                "host": {"capacity": 300 * NBYTES, "pin": "never"},
+                "nvme": {"path": "/nowhere", "capacity": "1GiB"},
+            }
         )
-        self.costs = MeasuredCosts(self.traffic, ComputeRate(), 100, read_rate, lambda: self.clock)
+        self._left = chain(300)
+        """Pages on disk that were not asked for."""
+        on_disk = OpenedDisk(NBYTES, 1 << 30, [(key, None, NBYTES) for key in self._left])
+        self.ranks = Ranks(1)
+        opened = assemble_apart(config, PageLayout.of(SPEC), [Opened(8, 300, on_disk)], self.ranks)
+        self.store = TierStore(config, opened, Wakeup(), pump=False)
+        self.store.take_hints()
+        self._hint = Hint("r", 1, tuple(self._left))
+        self.store.hint(self._hint)
+        self.clock = 0.0
+        rate = None if pages_per_s is None else pages_per_s * NBYTES
+        self.costs = MeasuredCosts(self.store, ComputeRate(), NBYTES, rate, lambda: self.clock)
 
-    def order(self, pages: int, edge: tuple[Tier, Tier] = (NVME, HOST)) -> list[Transfer]:
-        for key in chain(pages):
-            self.traffic.add(*edge, Move(key, 0, 0, 100, None))
-        self.traffic.emit(self.clock)
-        return [command for command in self.traffic.take() if isinstance(command, Transfer)]
+    def order(self, pages: int) -> tuple[list[Transfer], list[PageKey]]:
+        """So many pages are to be read into memory."""
+        keys, self._left = self._left[:pages], self._left[pages:]
+        for start in range(0, pages, 32):
+            self.store.promote(self._hint, keys[start : start + 32], HOST)
+        return self.ordered(), keys
+
+    def ordered(self) -> list[Transfer]:
+        """What the other process was told to do since the last call."""
+        return [command for command in self.ranks.take() if isinstance(command, Transfer)]
 
     def end(self, transfer: Transfer, now: float, seconds: float) -> None:
         self.clock = now
         pages = len(transfer.keys)
-        self.traffic.settle(Ack(transfer.id, True, pages, pages * 100, seconds), now)
+        self.ranks.deliver(0, [Ack(transfer.id, True, pages, pages * NBYTES, seconds)])
+        self.store.poll()
         self.costs.look()
 
 
-@pytest.mark.parametrize(("rate", "seconds"), [(50.0, 6.0), (None, 0.0)])
+@pytest.fixture
+def open_disk() -> Iterator[Callable[[float | None], Disk]]:
+    """Opens disks, and closes their stores when the test has ended."""
+    disks: list[Disk] = []
+
+    def opened(pages_per_s: float | None) -> Disk:
+        disks.append(Disk(pages_per_s))
+        return disks[-1]
+
+    yield opened
+    for disk in disks:
+        disk.store.close(timeout_s=0)
+
+
+OpenDisk = Callable[["float | None"], Disk]
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.5, 6.0), (None, 0.0)])
 def test_before_it_has_read_a_disk_gives_what_it_was_found_to_give_at_open(
-    rate: float | None, seconds: float
+    rate: float | None, seconds: float, open_disk: OpenDisk
 ) -> None:
-    disk = Disk(rate)
+    disk = open_disk(rate)
     disk.costs.look()
     assert (disk.costs.load_s(3, 3), disk.costs.load_s(3, 0)) == (seconds, 0.0)
     assert disk.costs.compute_s(0, 9) is None
 
 
-def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
-    disk = Disk(50.0)
+def test_a_disk_gives_what_it_gave_while_it_had_something_to_read(open_disk: OpenDisk) -> None:
+    disk = open_disk(0.5)
     disk.costs.look()
-    one, two = disk.order(64)
+    (one, two), keys = disk.order(64)
     disk.costs.look()
     disk.end(one, 0.10, 0.09)  # both at once: their times overlap
     disk.end(two, 0.16, 0.15)
@@ -165,76 +206,79 @@ def test_a_disk_gives_what_it_gave_while_it_had_something_to_read() -> None:
     disk.clock = 50.0
     disk.costs.look()  # nothing was read: no time
     assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
-    (three,) = disk.order(4)
+    (three,), _ = disk.order(4)
     disk.costs.look()
     assert disk.costs.load_s(3, 3) == pytest.approx((4 + 3) * page_s)  # those before it are read first
     disk.end(three, 50.1, 0.1)
     page_s = (0.8 * (0.8 * 0.10 + 0.06) + 0.1) / (0.8 * (0.8 * 32 + 32) + 4)
     assert disk.costs.load_s(3, 3) == pytest.approx(3 * page_s)
-    (load,) = disk.order(1, (HOST, Tier.HBM))
-    disk.end(load, 50.6, 0.5)
+    with disk.store.acquire(keys[:1], into=[0]):
+        (load,) = disk.ordered()
+        disk.end(load, 50.6, 0.5)
     assert disk.costs.load_s(3, 0) == 1.5
     assert disk.costs.load_s(5, 3) == pytest.approx(2 * 0.5 + max(3 * 0.5, 3 * page_s))
 
 
-def test_what_is_on_its_way_from_disk_is_known_from_its_order_on() -> None:
-    disk = Disk(100.0)
-    pages, later = chain(40), chain(1, "later")
-    disk.order(40)
-    disk.traffic.add(NVME, HOST, Move(later[0], 0, 0, 100, None))
+def test_what_is_on_its_way_from_disk_is_known_from_its_order_on(open_disk: OpenDisk) -> None:
+    disk = open_disk(1.0)
+    (first, _), pages = disk.order(40)
+    _, later = disk.order(1)
     assert disk.costs.coming(pages[30:] + later) == 11
+    disk.end(first, 1.0, 1.0)
+    assert disk.costs.coming(pages[30:] + later) == 9
     assert disk.costs.coming(chain(9, "elsewhere")) == 0
 
 
 @pytest.mark.parametrize(("others", "loaded"), [(0, 64), (5, 0)])
 def test_reads_of_the_hit_itself_that_are_under_way_are_waited_for_once(
-    others: int, loaded: int, monkeypatch: pytest.MonkeyPatch
+    others: int, loaded: int, monkeypatch: pytest.MonkeyPatch, open_disk: OpenDisk
 ) -> None:
     """It takes 4 s to read, as fast as if nothing was ordered, and 5.12 s to compute."""
-    disk = Disk(100.0)
+    disk = open_disk(1.0)
     monkeypatch.setattr(disk.costs, "compute_s", lambda start, end: 0.08 * (end - start))
-    for key in chain(others, "others"):
-        disk.traffic.add(NVME, HOST, Move(key, 0, 0, 100, None))
     plan = hit([NVME] * 4)
-    disk.order(4)
+    assert disk.order(4)[1] == plan.spans[0].keys
+    disk.order(others)
     assert worth_loading(plan, plan.end, disk.costs) == loaded
 
 
-def test_what_a_disk_gave_more_than_a_minute_ago_says_nothing_any_more() -> None:
-    disk = Disk(None)
-    (slow,) = disk.order(1)
+def test_what_a_disk_gave_more_than_a_minute_ago_says_nothing_any_more(open_disk: OpenDisk) -> None:
+    disk = open_disk(None)
+    (slow,), _ = disk.order(1)
     disk.costs.look()
     disk.end(slow, 0.2, 0.2)
     disk.clock = 60.0
     assert disk.costs.load_s(3, 3) == pytest.approx(0.6)
     disk.clock = 61.0  # too old: it is tried again
     assert disk.costs.load_s(3, 3) == 0.0
-    (quick,) = disk.order(10)
+    (quick,), _ = disk.order(10)
     disk.costs.look()
     disk.end(quick, 61.1, 0.1)
     assert disk.costs.load_s(3, 3) == pytest.approx(0.03)
 
 
-def test_what_a_disk_gives_is_not_taken_from_the_time_of_steps_that_compute() -> None:
-    disk = Disk(50.0)
-    (one,) = disk.order(2)
+def test_what_a_disk_gives_is_not_taken_from_the_time_of_steps_that_compute(open_disk: OpenDisk) -> None:
+    disk = open_disk(0.5)
+    (one,), _ = disk.order(2)
     disk.costs.look(computes=True)
     disk.end(one, 0.2, 0.01)  # it was there soon, and told of at the step's end
     assert disk.costs.load_s(3, 3) == 6.0
-    (two,) = disk.order(2)
+    (two,), _ = disk.order(2)
     disk.costs.look()
     disk.clock = 0.24
     disk.costs.look(computes=True)  # what it read so far is told of later
     disk.end(two, 0.4, 0.05)
-    (three,) = disk.order(10)
+    (three,), _ = disk.order(10)
     disk.costs.look()
     disk.end(three, 0.5, 0.1)
     assert disk.costs.load_s(3, 3) == pytest.approx(0.03)
 
 
-def test_what_a_disk_gives_is_not_taken_from_the_time_of_an_engine_that_nobody_asked() -> None:
-    disk = Disk(50.0)
-    (one,) = disk.order(2)
+def test_what_a_disk_gives_is_not_taken_from_the_time_of_an_engine_that_nobody_asked(
+    open_disk: OpenDisk,
+) -> None:
+    disk = open_disk(0.5)
+    (one,), _ = disk.order(2)
     disk.costs.look()
     disk.end(one, 3600.0, 0.01)
     assert disk.costs.load_s(3, 3) == 6.0
@@ -246,7 +290,7 @@ def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
     engine = Engine(config, load=load)
     engine.add(DOCUMENT, 1)
     engine.run()
-    tables = engine.half._tiers.parts.directory.residency.tables
+    tables = engine.half._tiers.store._directory.residency.tables
     assert len(tables[NVME].copies) == 4
     engine.half._tiers.store.evict(list(tables[NVME].copies), HOST)
     engine.forget()
@@ -269,7 +313,7 @@ def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_fo
     assert engine.taken == 0
     assert engine.answers[name] == engine.answers["r1"]
     assert engine.half._tiers.counted()["left_pages"] == {"NVME": 4.0}
-    assert len(engine.half._tiers.parts.directory.residency.tables[HOST].copies) == 4
+    assert len(engine.half._tiers.store._directory.residency.tables[HOST].copies) == 4
     engine.forget()
     engine.add(DOCUMENT, 1)
     engine.run()
@@ -281,7 +325,7 @@ def test_what_is_quicker_to_compute_is_computed_and_comes_up_to_memory_behind_fo
 @pytest.mark.usefixtures("slow_disk")
 def test_what_is_left_behind_a_beginning_that_is_loaded_comes_up_too(tmp_path: Path) -> None:
     engine = on_disk(tmp_path)
-    store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
+    store, tables = engine.half._tiers.store, engine.half._tiers.store._directory.residency.tables
     engine.add(DOCUMENT[:5], 1)  # two pages, which come up
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing.MeasuredCosts, "load_s", lambda self, pages, on_disk, coming: 0.0)
@@ -307,7 +351,7 @@ def test_what_is_left_comes_up_though_its_request_has_ended_and_the_engine_steps
         patch.setattr(DiskPrefetch, "advance", lambda self: None)
         while engine.requests:
             engine.step()
-    copies = engine.half._tiers.parts.directory.residency.tables[HOST].copies
+    copies = engine.half._tiers.store._directory.residency.tables[HOST].copies
     assert (engine.taken, len(copies)) == (0, 0)
     engine.run()
     assert len(copies) == 4

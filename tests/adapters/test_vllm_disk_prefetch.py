@@ -23,7 +23,7 @@ def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(
     engine.add(DOCUMENT, 2)
     engine.run()
     store = engine.half._tiers.store
-    keys = list(engine.half._tiers.parts.directory.residency.tables[Tier.NVME].copies)
+    keys = list(engine.half._tiers.store._directory.residency.tables[Tier.NVME].copies)
     assert len(keys) == 5
     store.evict(keys, Tier.HOST)
     engine.forget()
@@ -49,7 +49,7 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     engine.add(DOCUMENT, 2)
     engine.run()
     half = engine.half
-    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.store._directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
     ahead = half._tiers.disk_prefetch
@@ -73,7 +73,7 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
         engine.add(document, 2)
     engine.run()
     half = engine.half
-    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.store._directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     chains = [
         KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0])
@@ -105,7 +105,7 @@ def test_no_more_pages_are_in_flight_than_the_budget_over_many_steps(tmp_path: P
     waiting = engine.queue.pop()  # vLLM does not come to it
     for _ in range(4):
         engine.step()
-    copies = engine.half._tiers.parts.directory.residency.tables[Tier.HOST].copies
+    copies = engine.half._tiers.store._directory.residency.tables[Tier.HOST].copies
     keys = engine.half._known[name].chains[0].first(4)
     assert list(copies) == keys[:2]
     for records in engine.records:
@@ -121,7 +121,7 @@ def only_on_disk(engine: Engine, document: list[int]) -> None:
     engine.add(document, 2)
     engine.run()
     engine.half._tiers.store.evict(
-        list(engine.half._tiers.parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST
+        list(engine.half._tiers.store._directory.residency.tables[Tier.NVME].copies), Tier.HOST
     )
     engine.forget()
 
@@ -255,7 +255,7 @@ def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_e
         engine.add(document, 2)
     engine.run()
     half = engine.half
-    store, tables = half._tiers.store, half._tiers.parts.directory.residency.tables
+    store, tables = half._tiers.store, half._tiers.store._directory.residency.tables
     store.evict(list(tables[Tier.NVME].copies), Tier.HOST)
     first, second = (
         KeyChain(SimpleNamespace(block_hashes=hashes_of(document)), half._namespaces[0]).first(4)
@@ -284,7 +284,7 @@ def test_only_a_few_requests_have_pages_come_up_behind_them(tmp_path: Path) -> N
     engine.add(DOCUMENT, 2)
     engine.run()
     half = engine.half
-    half._tiers.store.evict(list(half._tiers.parts.directory.residency.tables[Tier.NVME].copies), Tier.HOST)
+    half._tiers.store.evict(list(half._tiers.store._directory.residency.tables[Tier.NVME].copies), Tier.HOST)
     keys = KeyChain(SimpleNamespace(block_hashes=hashes_of(DOCUMENT)), half._namespaces[0]).first(4)
     for number in range(9):
         half._tiers.disk_prefetch.want(f"r{number}", keys, 0)

@@ -21,7 +21,7 @@ def test_events_tell_each_copy_that_came_and_went_and_of_a_move_down_the_new_pla
     want = hashes_of(engine.answers["r1"])[:5]
     assert [x for x in first if x[1] is Tier.HOST] == [(h, Tier.HOST, True) for h in want]
     assert {x for x in first if x[1] is Tier.NVME} == {(h, Tier.NVME, True) for h in want}
-    half._tiers.store.demote(list(half._tiers.parts.directory.residency.tables[Tier.HOST].copies), Tier.NVME)
+    half._tiers.store.demote(list(half._tiers.store._directory.residency.tables[Tier.HOST].copies), Tier.NVME)
     engine.step()
     assert {(c.tier, c.stored) for c in half.take_events()} == {(Tier.HOST, False)}
     engine.scheduler.reset_cache()

@@ -105,7 +105,7 @@ def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_
     for records in engine.records:
         records.hold((Tier.NVME, Tier.HOST))
     ahead.advance()
-    copies = engine.half._tiers.parts.directory.residency.tables[Tier.HOST].copies
+    copies = engine.half._tiers.store._directory.residency.tables[Tier.HOST].copies
     assert set(copies) == set(keys_of(engine, sooner))
     assert not set(copies) & set(keys_of(engine, later))
     for records in engine.records:
@@ -121,7 +121,7 @@ def test_pages_that_are_to_be_retained_are_when_the_request_has_ended_until_thei
     keys = keys_of(engine, name)
     engine.run()
     assert name not in engine.half._known
-    hints = engine.half._tiers.parts.directory.hints
+    hints = engine.half._tiers.store._directory.hints
     assert all(hints.retained(key) for key in keys)
     hints.expire(monotonic() + 300)
     assert all(hints.retained(key) for key in keys)
@@ -136,13 +136,13 @@ def test_pages_that_nobody_will_need_are_the_first_to_go_once_the_request_has_en
     name = ask(engine, DOCUMENT, envelope(("tierstore.wont_need", {})), monkeypatch)
     keys = keys_of(engine, name)
     engine.run()
-    copies = engine.half._tiers.parts.directory.residency.tables[Tier.NVME].copies
+    copies = engine.half._tiers.store._directory.residency.tables[Tier.NVME].copies
     assert all(copies[key].rank < 0 for key in keys)
     engine.close()
 
 
 def test_a_request_id_that_is_used_again_is_brought_up_again(engine: Engine) -> None:
-    tables, ahead = engine.half._tiers.parts.directory.residency.tables, engine.half._tiers.disk_prefetch
+    tables, ahead = engine.half._tiers.store._directory.residency.tables, engine.half._tiers.disk_prefetch
     assert isinstance(ahead, DiskPrefetch)
     keys = list(tables[Tier.NVME].copies)[:2]
     ahead.want("same", keys, 0)

@@ -214,7 +214,7 @@ def test_a_page_of_a_window_stands_beside_the_page_of_full_attention_that_ends_w
     engine = Engine(ROOM, blocks=16, kinds=(Kind(size=4), Kind(window=5)))
     name = asked_twice(engine)
     whole, window = engine.half._known[name].chains
-    parent = engine.half._tiers.parts.directory.residency.lineage.parent
+    parent = engine.half._tiers.store._directory.residency.lineage.parent
     assert [parent(key) for key in whole.first(2)] == [None, whole.at(0)]
     assert [parent(key) for key in window.first(4)] == [None, whole.at(0), whole.at(0), whole.at(1)]
     engine.run()
@@ -240,7 +240,7 @@ def test_of_a_queued_request_only_those_pages_come_up_that_a_hit_takes(tmp_path:
     engine = Engine(config, blocks=16, kinds=BESIDE, put_off_s=60)
     engine.add(DOCUMENT, 1)
     engine.run()
-    store, tables = engine.half._tiers.store, engine.half._tiers.parts.directory.residency.tables
+    store, tables = engine.half._tiers.store, engine.half._tiers.store._directory.residency.tables
     stored = list(tables[Tier.NVME].copies)
     assert len(stored) == 8
     store.evict(stored, Tier.HOST)

@@ -119,7 +119,7 @@ def test_what_the_store_has_lost_is_stored_again_out_of_the_engines_own_cache() 
     engine.add(DOCUMENT, 1)
     engine.run()
     store = engine.half._tiers.store
-    held = engine.half._tiers.parts.directory.residency.tables[Tier.HOST].copies
+    held = engine.half._tiers.store._directory.residency.tables[Tier.HOST].copies
     assert len(held) == 4
     for lost in list(held):
         store.evict([lost])

@@ -189,7 +189,6 @@ def test_of_several_workers_the_slowest_disk_counts(tmp_path: Path) -> None:
         engine = Engine({**HOST, "nvme": disk}, load=load)
         hello = _half(engine).hello
         hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((256.0, 64.0, None))]
-        terms, traffic = engine.half._terms, engine.half._tiers.parts.directory.transfers
-        costs = measured(terms, hellos, traffic, ComputeRate())
+        costs = measured(engine.half._terms, hellos, engine.half._tiers.store, ComputeRate())
         assert (None if costs is None else costs.load_s(3, 3)) == seconds
         engine.close()

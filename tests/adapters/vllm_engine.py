@@ -218,7 +218,7 @@ class Engine:
 
     @property
     def placement(self) -> Any:
-        return self.half._tiers.parts.directory.writeback
+        return self.half._tiers.store._directory.writeback
 
     # -- what callers do ------------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.check()
             assert len(self.engine.free) == self.blocks, "blocks leak"
             assert not self.engine.half._tiers.stores.busy, "blocks are held for ever"
-            assert not self.engine.half._tiers.parts.directory.leases.open, "leases leak"
+            assert not self.engine.half._tiers.store._directory.leases.open, "leases leak"
         finally:
             self.patch.undo()
             self.engine.close()

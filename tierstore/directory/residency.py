@@ -325,6 +325,14 @@ class Residency:
         """Readable copies of a tier that nothing holds."""
         return self.tables[tier].idle
 
+    def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
+        """How many of these pages have a copy in the tier that is not readable yet."""
+        table = self.tables.get(tier)
+        if table is None or not table.arriving:
+            return 0
+        copies = [copy for key in keys if (copy := table.copies.get(key)) is not None]
+        return sum(not copy.ready for copy in copies)
+
     def held(self, key: PageKey) -> bool:
         """Whether any tier has a copy, readable or on its way."""
         for copies in self._copies:  # noqa: SIM110 - any() with a generator takes three times as long

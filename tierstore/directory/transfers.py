@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
+from tierstore.types import Ack, Erase, PageKey, Tier, Traffic, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tierstore.directory.residency import Residency
 
 BATCH_PAGES = 32
@@ -53,9 +51,6 @@ class Transfers:
         """When the edge last made progress or began to carry something."""
         self._residency = residency
         self.page_nbytes = page_nbytes
-        hierarchy = residency.hierarchy
-        self.reads = tuple((tier, hierarchy.memory_floor) for tier in hierarchy.records)
-        """The edges along which pages come from records into memory."""
         self._moves: dict[Edge, list[Move]] = defaultdict(list)
         self._next_id = 0
 
@@ -100,14 +95,10 @@ class Transfers:
         """Return the pages reserved on the edge and not settled, including the batch being collected."""
         return self.pages[src, dst] + len(self._moves.get((src, dst), ()))
 
-    def carried(self, edge: Edge, keys: Iterable[PageKey]) -> int:
-        """Return how many of these pages ``carrying`` counts."""
-        if not self.carrying(*edge):
-            return 0
-        wanted = set(keys)
-        moves = [move.key for move in self._moves.get(edge, ())]
-        under_way = [key for t in self.open.values() if (t.src, t.dst) == edge for key in t.keys]
-        return sum(key in wanted for key in [*moves, *under_way])
+    def traffic(self) -> dict[Edge, Traffic]:
+        """Return what each edge carries that has carried a page."""
+        edges = {*self.pages, *self.arrived, *self._moves}
+        return {edge: Traffic(self.carrying(*edge), self.arrived[edge]) for edge in edges}
 
     def seconds_for(self, edge: Edge, pages: int) -> float:
         """Return the expected time until ``pages`` more have crossed the edge; 0 while no rate is known."""

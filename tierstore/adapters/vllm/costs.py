@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tierstore.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tierstore.adapters.vllm.hit import Hit
     from tierstore.adapters.vllm.requests import Step
-    from tierstore.directory.transfers import Transfers
-    from tierstore.types import PageKey
+    from tierstore.store import TierStore
+    from tierstore.types import PageKey, Traffic
 
 _CLEARLY = 1.25
 """Fraction of time that a shorter hit must save before it is preferred, because the figures are rough."""
@@ -104,14 +104,19 @@ class MeasuredCosts:
 
     def __init__(
         self,
-        traffic: Transfers,
+        store: TierStore,
         compute_rate: ComputeRate,
         page_nbytes: int,
         read_rate: float | None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._traffic = traffic
+        self._store = store
+        memory = [tier for tier, each in store.tiers.items() if each.in_memory]
+        self._memory = max(memory)
+        """The tier into which pages are read from disk."""
+        self._reads = tuple((tier, self._memory) for tier in store.tiers if tier not in memory)
         self._compute_rate = compute_rate
+        self._page_nbytes = page_nbytes
         self._page_s = page_nbytes / read_rate if read_rate else 0.0
         self._clock = clock
         self._at = 0.0
@@ -125,7 +130,8 @@ class MeasuredCosts:
 
         ``computes``: this step computes.
         """
-        now, arrived = self._clock(), sum(map(self._traffic.arrived.__getitem__, self._traffic.reads))
+        now, reads = self._clock(), self._reads_of(self._store.traffic())
+        arrived = sum(edge.arrived for edge in reads)
         if self._reading:
             self._new = _Read(self._new.pages + arrived - self._seen, self._new.seconds + now - self._at)
             if now - self._at > _MOST_S:
@@ -133,7 +139,7 @@ class MeasuredCosts:
         if computes:
             self._new = _NOTHING
         self._at, self._seen = now, arrived
-        self._reading = not computes and any(map(self._traffic.pages.__getitem__, self._traffic.reads))
+        self._reading = not computes and any(edge.in_flight for edge in reads)
         if self._new.pages and self._new.seconds >= _LEAST_S:
             known = self._known if self._is_fresh(now) else _NOTHING
             self._known = _Read(
@@ -143,28 +149,32 @@ class MeasuredCosts:
 
     def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
         """See ``Costs``. Pages read from disk cross the link meanwhile."""
+        traffic, rate = self._store.traffic(), self._store.rates().get(_LOAD)
+        page_s = 0.0 if rate is None else self._page_nbytes / rate
+        before = traffic[_LOAD].in_flight if _LOAD in traffic else 0
+        crossing_s = (before + pages - on_disk) * page_s
         if not on_disk:
-            return self._traffic.seconds_for(_LOAD, pages)
-        crossing_s = on_disk * self._traffic.page_seconds(_LOAD)
-        return self._traffic.seconds_for(_LOAD, pages - on_disk) + max(
-            crossing_s, self._reading_s(on_disk, coming)
-        )
+            return crossing_s
+        before = sum(edge.in_flight for edge in self._reads_of(traffic)) - coming
+        return crossing_s + max(on_disk * page_s, (before + on_disk) * self._read_s())
 
     def coming(self, keys: Sequence[PageKey]) -> int:
         """See ``Costs``."""
-        return sum(self._traffic.carried(edge, keys) for edge in self._traffic.reads)
+        return self._store.arriving(keys, self._memory)
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See ``Costs``."""
         return self._compute_rate.seconds(start, end)
 
-    def _reading_s(self, pages: int, coming: int) -> float:
-        """Return the time until these pages are read, including the reads of others before them."""
-        page_s = self._page_s
-        if self._known_at is not None:
-            page_s = self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
-        under_way = sum(self._traffic.carrying(*edge) for edge in self._traffic.reads)
-        return (under_way - coming + pages) * page_s
+    def _read_s(self) -> float:
+        """Return the time to read a page from disk; 0 while it is not known."""
+        if self._known_at is None:
+            return self._page_s
+        return self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
+
+    def _reads_of(self, traffic: Mapping[tuple[Tier, Tier], Traffic]) -> list[Traffic]:
+        """Return the traffic of the edges along which pages are read from disk."""
+        return [traffic[edge] for edge in self._reads if edge in traffic]
 
     def _is_fresh(self, now: float) -> bool:
         return self._known_at is not None and now - self._known_at <= _OLD_S

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.keys import Adapter
     from tierstore.adapters.vllm.kv_groups import Groups
     from tierstore.adapters.vllm.messages import Hello, Report
-    from tierstore.build import Parts
     from tierstore.config import StoreConfig
-    from tierstore.directory.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class Tiers:
     """``disk_prefetch``: None without a disk. ``costs``: None where what is stored is always loaded."""
 
     ranks: Ranks
-    parts: Parts
     store: TierStore
     stores: Stores
     loads: Loads
@@ -79,18 +76,17 @@ class Tiers:
         if len(specs) != 1:
             raise ConfigError(f"all ranks must have the same pages, got {len(specs)} kinds: {specs}")
         layout, ranks = PageLayout.of(hellos[0].spec), Ranks(len(hellos))
-        parts = assemble_apart(terms.config, layout, [hello.opened for hello in hellos], ranks)
-        store = TierStore(terms.config, parts, Wakeup(), pump=False)
+        opened = assemble_apart(terms.config, layout, [hello.opened for hello in hellos], ranks)
+        store = TierStore(terms.config, opened, Wakeup(), pump=False)
         stores = Stores(store, terms.groups, events)
         if events is not None:
             store.watch(events.note)
         disk_prefetch = None
         if terms.config.nvme is not None:
             disk_prefetch = DiskPrefetch(store, _most_ahead(terms.config, hellos[0]), hellos[0].host_slots)
-        costs = measured(terms, hellos, parts.directory.transfers, compute_rate)
+        costs = measured(terms, hellos, store, compute_rate)
         return cls(
             ranks=ranks,
-            parts=parts,
             store=store,
             stores=stores,
             loads=Loads(store, terms.load_timeout_s),
@@ -103,16 +99,15 @@ class Tiers:
     @property
     def moving(self) -> bool:
         """Whether something is in flight, or will be."""
-        directory = self.parts.directory
-        moves = self.ranks.waiting or self.stores.waiting or directory.busy()
         coming = self.disk_prefetch is not None and self.disk_prefetch.waits
-        return moves or coming or directory.writeback.next_spill is not None
+        return coming or self.ranks.waiting or self.stores.waiting or not self.store.idle()
 
     def counted(self) -> dict[str, dict[str, float]]:
         """Return counters and gauges by their names in ``metrics``."""
         self.take_back()
         self.store.stats()  # it brings the gauges up to date
-        left = {tier.name: float(self.hits.left) for tier in self.parts.directory.hierarchy.records[:1]}
+        on_disk = [tier for tier, each in self.store.tiers.items() if not each.in_memory]
+        left = {tier.name: float(self.hits.left) for tier in on_disk[:1]}
         return {**self.store.metrics.snapshot(), "left_pages": left}
 
     def take_back(self) -> None:
@@ -139,15 +134,13 @@ def _most_ahead(config: StoreConfig, hello: Hello) -> int:
 
 
 def measured(
-    terms: Terms, hellos: Sequence[Hello], traffic: Transfers, compute_rate: ComputeRate
+    terms: Terms, hellos: Sequence[Hello], store: TierStore, compute_rate: ComputeRate
 ) -> MeasuredCosts | None:
     """What the workers' disks give, the slowest of them counting; None: what is stored is always loaded."""
     if terms.load == "always" or terms.config.nvme is None:
         return None
     rates = [hello.read_rate for hello in hellos if hello.read_rate is not None]
-    return MeasuredCosts(
-        traffic, compute_rate, hellos[0].spec.page_nbytes, min(rates, default=None), monotonic
-    )
+    return MeasuredCosts(store, compute_rate, hellos[0].spec.page_nbytes, min(rates, default=None), monotonic)
 
 
 _QUIET_S = 5.0
