@@ -323,8 +323,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.must_be_stored.difference_update(keys[which:])
             assert self.running.store.match(keys).num_pages <= which
 
-    @rule()
-    def clear(self) -> None:
+    @rule(really=st.sampled_from([False] * 7 + [True]))
+    def clear(self, really: bool) -> None:
+        if not really:
+            return
         everything = {key for keys in SEQUENCES for key in keys}
         self.running.store.clear()
         self.flushed.clear()
