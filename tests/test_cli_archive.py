@@ -62,7 +62,7 @@ def test_all_pages_go_out_and_come_into_an_empty_store(tmp_path: Path) -> None:
     report = last_line(result)
     assert (report["ok"], report["pages"], report["codecs"], report["missing"]) == (True, 6, {"none": 6}, [])
     assert report["nbytes"] == out.stat().st_size
-    assert f"{out}: 6 pages (6 none)" in result.stdout
+    assert f"{out}: 6 pages (6 with codec none)" in result.stdout
     elsewhere = configured(tmp_path, "elsewhere")
     for present in (0, 6):
         result = tierstore("import", "--config", elsewhere, out, "--json")

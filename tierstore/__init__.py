@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     )
     from tierstore.watch import Watch
 
+    __version__: str
+    """The version of the installed distribution."""
+
 __all__ = [
     "ArchiveError",
     "CapacityError",
@@ -97,6 +100,10 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tierstore")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")

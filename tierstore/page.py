@@ -53,7 +53,7 @@ class PageSpec:
         page_size: Tokens per page.
         num_kv_heads: KV heads of this shard.
         head_dim: Elements per head.
-        dtype: Torch's name of the dtype, such as "bfloat16".
+        dtype: Torch's name of the dtype, such as "bfloat16". A ``torch.dtype`` is taken as its name.
         group: Number of the KV group, 0 to 65535.
         shard: Number of the shard (tensor parallel rank), 0 to 65535.
         model: Name of everything else that KV depends on. It must change whenever equal tokens would give other KV in
@@ -78,6 +78,8 @@ class PageSpec:
             raise ValueError(f"PageSpec.model must be a string, got {self.model!r}")
         if self.kind not in ("mha", "mla", "state"):
             raise ValueError(f"PageSpec.kind must be 'mha', 'mla' or 'state', got {self.kind!r}")
+        if type(self.dtype).__module__ == "torch":  # a torch.dtype, whose text is "torch.bfloat16"
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPE_NBYTES:
             raise ValueError(
                 f"PageSpec.dtype must be one of {', '.join(sorted(DTYPE_NBYTES))}, got {self.dtype!r}"

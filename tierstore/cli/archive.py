@@ -223,7 +223,7 @@ def _keys(path: Path) -> list[PageKey]:
 
 
 def _say_exported(done: Exported) -> None:
-    codecs = ", ".join(f"{count} {name}" for name, count in done.codecs.items())
+    codecs = ", ".join(f"{count} with codec {name}" for name, count in done.codecs.items())
     typer.echo(f"{done.path}: {done.pages} pages ({codecs}), {format_size(done.nbytes)}")
     _say_keys("not exported", [(key, reason) for key, reason in done.missing])
 
