@@ -277,7 +277,7 @@ BUGS = [
     ),
     Bug(
         "a copy saved below stays unsaved",
-        "        else:\n            self.queues.resettle(key)\n        return drop",
+        "            self.queues.resettle(key)\n        return drop",
         "        return drop",
     ),
     Bug(
@@ -314,7 +314,8 @@ BUGS = [
     ),
     Bug(
         "a page before a stored one becomes memory-only",
-        "        if all(child in self.keys and child not in self.refused for child in self._lineage.children(key)):\n",
+        "        if self.frozen or all(\n            child in self.keys and child not in self.refused for child in "
+        "self._lineage.children(key)\n        ):\n",
         "        if True:\n",
     ),
     Bug(
@@ -339,13 +340,13 @@ BUGS = [
     ),
     Bug(
         "a page before a stored one is refused",
-        "        if all(child in self.keys for child in self._lineage.children(key)):\n",
+        "        if self.frozen or all(child in self.keys for child in self._lineage.children(key)):\n",
         "        if True:\n",
     ),
     Bug(
         "a page before a refused one becomes memory-only",
-        "if all(child in self.keys and child not in self.refused for child",
-        "if all(child in self.keys for child",
+        "            child in self.keys and child not in self.refused for child",
+        "            child in self.keys for child",
     ),
     Bug(
         "a refusal outlives the page",
