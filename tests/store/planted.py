@@ -130,14 +130,6 @@ def clear_takes_what_hbm_holds_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Directory, "begin_clear", lambda self: list(self.residency.tables[Tier.HBM].copies))
 
 
-@BUGS_ON_DISK.bug
-def clear_leaves_what_is_on_disk_alone(patch: pytest.MonkeyPatch) -> None:
-    def of_memory(self: Directory) -> list[PageKey]:
-        return [k for tier, table in self.residency.tables.items() if tier < Tier.NVME for k in table.copies]
-
-    patch.setattr(Directory, "begin_clear", of_memory)
-
-
 @BUGS_IN_MEMORY.bug
 def no_watch_is_told_of_pages_that_are_loaded(patch: pytest.MonkeyPatch) -> None:
     commit = Residency.commit
