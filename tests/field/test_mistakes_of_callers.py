@@ -91,11 +91,11 @@ def test_what_cannot_be_asked_whether_it_has_happened_is_refused_and_no_slot_is_
         keys = chain(2)
         write(store, keys)
         slots, lease = store.allocate(1), store.acquire(keys)
-        with pytest.raises(TypeError, match="after is"):
+        with pytest.raises(TypeError, match="after must be an event"):
             store.put(chain(1, "other"), slots, after=strange)
-        with pytest.raises(TypeError, match="after is"):
+        with pytest.raises(TypeError, match="after must be an event"):
             store.free(slots, after=strange)
-        with pytest.raises(TypeError, match="after is"):
+        with pytest.raises(TypeError, match="after must be an event"):
             lease.release(after=strange)
         store.free(slots)
         lease.release()

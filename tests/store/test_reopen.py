@@ -162,9 +162,9 @@ def test_a_record_that_vanished_is_a_miss_and_is_written_anew(tmp_path: Path) ->
         ),
         (
             {"hbm": {"capacity": "1MiB", "device": "cpu"}, "host": {"capacity": "900TiB"}},
-            r"host\.capacity.*available",
+            r"host\.capacity.*memory, but only",
         ),
-        ({"hbm": {"capacity": "900TiB", "device": "cpu"}}, r"hbm\.capacity.*available"),
+        ({"hbm": {"capacity": "900TiB", "device": "cpu"}}, r"hbm\.capacity.*memory, but only"),
         ({"page_size": 8, "hbm": {"capacity": "1MiB", "device": "cpu"}}, r"page_size must be 4, .*got 8"),
         ({}, "no tier"),
         ({"hbm": {"device": "cpu", "owner": "engine"}}, "host"),
