@@ -76,7 +76,7 @@ def test_all_groups_of_a_page_move_together(tmp_path: Path, tier: Tier) -> None:
             assert lease.wait(PATIENCE_S) is LeaseState.READY
             assert lease.num_pages == 3
             assert lease.ready(2) is None
-            with pytest.raises(ValueError, match="layer must be .*got 3"):
+            with pytest.raises(ValueError, match=r"layer must be .*got 3"):
                 lease.ready(3)
             assert all(right(store, slot, key) for slot, key in zip(lease.slots, keys, strict=True))
 
