@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tierstore.config import StoreConfig
+    from tierstore.host.processors import Threads
     from tierstore.serve.auth import Tenants
     from tierstore.serve.model import Reader
 
@@ -97,8 +98,9 @@ def serve(
         bound = stack.enter_context(_bound(host, port))
         limits = Limits(max_active, max_waiting)
         hosts = _hosts(host, tenants, for_all=for_all)
-        _use_threads(settings, threads)
-        _run(settings, _reader(model, settings, dtype), documents, tenants, limits, bound, hosts, as_json)
+        used = _use_threads(settings, threads)
+        reader = _reader(model, settings, dtype)
+        _run(settings, reader, documents, tenants, limits, bound, hosts, used, as_json)
 
 
 def _require_extras() -> None:
@@ -126,13 +128,11 @@ def _settings(file: Path) -> StoreConfig:
     return settings
 
 
-def _use_threads(settings: StoreConfig, wanted: int | None) -> None:
+def _use_threads(settings: StoreConfig, wanted: int | None) -> Threads | None:
     from tierstore.host.processors import use_threads
 
     assert settings.hbm is not None
-    chosen = use_threads(settings.hbm.device, wanted)
-    if chosen is not None:
-        progress.print(chosen.described(), highlight=False, soft_wrap=True)
+    return use_threads(settings.hbm.device, wanted)
 
 
 def _reader(model: str, settings: StoreConfig, dtype: Dtype) -> Reader:
@@ -155,6 +155,7 @@ def _run(
     limits: Limits,
     bound: socket.socket,
     hosts: tuple[str, ...],
+    threads: Threads | None,
     as_json: bool,
 ) -> None:
     """Serve until the process is told to end."""
@@ -174,6 +175,8 @@ def _run(
         raise ConfigError(f"--model {reader.name}: {error}") from error
 
     def listening() -> None:
+        if threads is not None:
+            progress.print(threads.described(), highlight=False, soft_wrap=True)
         address, port = bound.getsockname()[:2]
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         if as_json:
