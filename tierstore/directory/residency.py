@@ -109,18 +109,18 @@ class TierTable:
         return copy is not None and copy.ready
 
     def take(self, nbytes: int) -> int:
-        """A slot that is free; there must be space."""
+        """Take a free slot and ``nbytes`` of the budget. There must be space."""
         self.used_nbytes += nbytes
         return self.free.pop() if self.num_slots is not None else next(self.new_slots)
 
     def put_back(self, slot: int, nbytes: int) -> None:
-        """The slot is free again."""
+        """Free a slot and the bytes of its record."""
         self.used_nbytes -= nbytes
         if self.num_slots is not None:
             self.free.append(slot)
 
     def count(self, copy: Copy, number: int) -> None:
-        """Counts a copy as it is now: -1 before it changes or goes, 1 after it came or changed."""
+        """Count a copy as it is now: ``number`` is -1 before it changes or goes, 1 after it came or changed."""
         self.arriving += 0 if copy.ready else number
         self.pinned += number if copy.pins else 0
         self.idle += number if copy.ready and not copy.pins else 0
@@ -131,14 +131,14 @@ class TierTable:
         return self.idle - len(self.droppable) - len(self.dirty) - len(self.mirrors)
 
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
-        """The copy may leave: it waits in this queue from now on and in none of the others."""
+        """Let a copy wait in this queue, and in no other, until it is evicted."""
         if copy.queue is not queue:
             self.withdraw(copy)
             copy.queue = queue
             queue.offer(copy.rank, key)
 
     def withdraw(self, copy: Copy) -> None:
-        """The copy may not leave any more. Before its rank changes."""
+        """Take a copy out of its queue: it may not be evicted now. Call this before its rank changes."""
         queue, rank = copy.queue, copy.rank
         if queue is None:
             return
@@ -154,7 +154,10 @@ class TierTable:
 
 
 class Exactness:
-    """Of the pages of a store. ``tables``: of its tiers. Changed by residency alone."""
+    """Which pages of a store are, bit by bit, what was put. Only ``Residency`` changes it.
+
+    ``tables``: of all tiers.
+    """
 
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
         self._first_lossy = min((tier for tier, table in tables.items() if table.lossy), default=None)
@@ -179,19 +182,22 @@ class Exactness:
         return any(key in copies and copies[key].ready for _, copies in self._above)
 
     def prefix(self, keys: Sequence[PageKey]) -> int:
-        """How many of ``keys`` are exact before the first that is not."""
+        """Count the exact pages before the first of ``keys`` that is not exact."""
         if self._first_lossy is None:
             return len(keys)
         return next((index for index, key in enumerate(keys) if not self.exact(key)), len(keys))
 
     def loaded(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> None:
-        """Copies are on their way from ``src`` to ``dst``: inexact ones, that may outlive an exact one above them."""
+        """Taint pages that are copied from ``src``, a lossy tier, to ``dst``, above all lossy tiers.
+
+        The copies are inexact, and may outlive an exact one.
+        """
         first = self._first_lossy
         if first is not None and dst < first <= src:
             self._tainted.update(keys)
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page is put, after ``parent``, whose copies are still there. Before its copy counts."""
+        """Note that a page is put after ``parent``. Call this before its copy counts, while those of ``parent`` do."""
         if self._first_lossy is None:
             return
         if not self.stays_tainted(key):
@@ -200,7 +206,7 @@ class Exactness:
             self._tainted.add(key)
 
     def _coming(self, key: PageKey) -> bool:
-        """Whether it will be exact: of an engine's pages that are put together the one before is on its way out too."""
+        """Whether the page will be exact: when an engine puts pages together, its parent is on its way too."""
         if key in self._tainted or any(key in copies for copies in self._below):
             return False
         return any(key in copies for _, copies in self._above)
@@ -215,18 +221,18 @@ class Exactness:
         )
 
     def doubt(self, key: PageKey) -> None:
-        """The page was computed over numbers that are not the model's, whatever its parent says."""
+        """Taint a page that was computed over inexact pages, whatever its parent says."""
         if self._first_lossy is not None:
             self._tainted.add(key)
 
     def tainted_in(self, key: PageKey) -> list[Tier]:
-        """Where there are readable copies of a tainted page above the lossy tiers, slowest first."""
+        """Return the tiers above the lossy ones that hold a readable copy of a tainted page, slowest first."""
         if key not in self._tainted:
             return []
         return [tier for tier, copies in self._above[::-1] if key in copies and copies[key].ready]
 
     def forget(self, key: PageKey) -> None:
-        """No tier has the page any more."""
+        """Forget a page that no tier holds any more."""
         self._tainted.discard(key)
 
 
@@ -353,9 +359,11 @@ class Residency:
         )
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
-        """Takes over what a tier found at open, oldest first: (key, parent, nbytes). Before anything else.
+        """Enter the records that a tier found at open, before anything else happens.
 
-        Of several tiers the slowest is loaded first.
+        Args:
+            tier: Of several tiers, the slowest is loaded first.
+            records: (key, parent, nbytes) of each record, oldest first.
         """
         table, lineage = self.tables[tier], self.lineage
         enter, copies, used = table.policy.enter, table.copies, 0
@@ -392,7 +400,11 @@ class Residency:
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
     def take(self, tier: Tier, nbytes: int = 0) -> int:
-        """A slot owned by the caller, by evicting a droppable copy if none is free. CapacityError changes nothing."""
+        """Return a slot that the caller owns; evict a droppable copy if none is free.
+
+        Raises:
+            CapacityError: There is none. Nothing has changed.
+        """
         table = self.tables[tier]
         self._make_space(tier, table, nbytes)
         slot = table.take(nbytes)
@@ -400,7 +412,7 @@ class Residency:
         return slot
 
     def retire(self, tier: Tier, slot: int) -> None:
-        """An owned slot is quarantined: given up, but something may still use it until ``release_retired``."""
+        """Quarantine an owned slot: its owner gave it up, but a copy may use it until ``release_retired``."""
         table = self.tables[tier]
         if slot not in table.owned:
             raise LeaseError(f"slot {slot} of {tier.name} is not owned by a caller")
@@ -408,14 +420,15 @@ class Residency:
         table.quarantine[slot] = Dead(None, 0, 1)
 
     def release_retired(self, tier: Tier, slot: int) -> None:
-        """A retired slot becomes free."""
+        """Free a retired slot."""
         self._let_go(tier, self.tables[tier], slot)
 
     def adopt(
         self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
     ) -> None:
-        """An owned slot becomes the page's readable copy. A copy that was being written is aborted, its pins move.
+        """Make an owned slot the page's readable copy.
 
+        A copy of the page that is still being written is aborted, and its pins move to this one.
         ``memory_only``: as for ``reserve``.
         """
         table = self.tables[tier]
@@ -446,9 +459,10 @@ class Residency:
             self._place(key, parent, first=first, fresh=fresh)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
-        """An owned slot becomes the page's readable copy; the slot of the old one is free once its pins have ended.
+        """Make an owned slot the page's readable copy; the old copy's slot is free once its pins have ended.
 
-        LeaseError unless the slot is owned and the old copy readable and pinned.
+        Raises:
+            LeaseError: The slot is not owned, or the old copy is not readable or not pinned.
         """
         table = self.tables[tier]
         if slot not in table.owned or not table.ready(key) or not table.copies[key].pins:
@@ -623,7 +637,7 @@ class Residency:
         return found
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
-        """The transfer ended without the bytes: nothing writes the slot any more."""
+        """End a transfer that did not bring the bytes: nothing writes the slot any more."""
         table = self.tables[dst]
         copy = table.copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
@@ -631,7 +645,7 @@ class Residency:
         self._let_go(dst, table, slot)
 
     def abort(self, key: PageKey, dst: Tier) -> None:
-        """The copy on its way is dead. Its slot is quarantined until ``commit`` or ``fail`` says the writer is done."""
+        """Mark the copy on its way dead. Its slot is quarantined until ``commit`` or ``fail``: its writer has ended."""
         if self.tables[dst].copies[key].ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
         self._kill(key, self.tables[dst])
@@ -687,7 +701,7 @@ class Residency:
                 queues.settle_mirror(key, tier)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
-        """The pages were used: renew their ranks in every tier, the last page oldest, so that tails go first."""
+        """Renew the ranks of used pages in every tier, the last page as the oldest, so that tails go first."""
         self.release(keys, None, ())
 
     def release(self, keys: Sequence[PageKey], tier: Tier | None, slots: Sequence[int]) -> None:
@@ -720,7 +734,7 @@ class Residency:
     # -- evict --------------------------------------------------------------------------------------------------
 
     def evict(self, key: PageKey, tier: Tier) -> Drop:
-        """Drops a readable copy: unmatchable at once; a pinned copy's slot is quarantined until its last unpin."""
+        """Drop a readable copy. It is not matched any more; if pinned, its slot is quarantined until the last unpin."""
         table = self.tables[tier]
         copy = table.copies.get(key)
         if copy is None or not copy.ready:
@@ -753,7 +767,7 @@ class Residency:
         return drop
 
     def lift(self, limit: int) -> list[PageKey]:
-        """Up to ``limit`` permitted pages, and pages before them, that may be saved below memory from now on."""
+        """Let up to ``limit`` permitted pages, and the pages before them, be saved below memory; return them."""
         lifted = self.memory_only.lift(limit)
         for key in lifted:
             for table in self.tables.values():
@@ -828,7 +842,7 @@ class Residency:
         return self.lineage.precedes(key, parent)
 
     def _begin(self, key: PageKey, parent: PageKey | None) -> None:
-        """The page gets its first copy, in flight: the page before it stays for it, as for a readable one."""
+        """Begin the first copy of a page, which is in flight: it keeps the page before it, as a readable one does."""
         if parent is not None and not self._precedes(key, parent, fresh=True):
             self.lineage.link(key, parent)
             self.queues.resettle(parent)
