@@ -24,7 +24,11 @@ MOST_REQUESTS = 4096
 
 
 class Expected(NamedTuple):
-    """A ``will_need`` hint in force. ``deadline`` and ``ends`` are on the clock of ``now``; inf means no deadline."""
+    """A ``will_need`` hint in force, with the times at which its pages are needed and at which it expires.
+
+    Both are on the clock of the ``now`` that ``ExpectedRequests.take`` was given. A ``deadline`` of inf means
+    none.
+    """
 
     hint: Hint
     deadline: float

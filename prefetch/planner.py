@@ -39,7 +39,10 @@ class Timeline:
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
-        """Take starts that one cursor found, in ascending order. O(free pieces + starts)."""
+        """Mark ``page_s`` seconds from each of ``starts`` as taken; cost O(free intervals + starts).
+
+        ``starts`` must come from one cursor, in ascending order.
+        """
         free: list[tuple[float, float]] = []
         left = iter(self._free)
         start, end = next(left)
@@ -121,7 +124,11 @@ class _Step:
 
 @dataclass(slots=True)
 class _Try:
-    """Where the pages of one want would go, were all of them loaded. By page: when in HBM, and when in host memory."""
+    """A trial schedule that loads as much of one want's prefix as there is space for.
+
+    For each page, ``there`` is the time at which it is in HBM and ``read`` the time at which it is in host
+    memory.
+    """
 
     there: list[float] = field(default_factory=list)
     read: list[float] = field(default_factory=list)

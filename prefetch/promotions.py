@@ -227,7 +227,7 @@ class PromotionQueue:
         return found
 
     def _note(self, want: _Want, pages: int) -> None:
-        """Count pages of a want that wait no more."""
+        """Count ``pages`` more pages of a want as settled: nothing has to be started for them any more."""
         want.done += pages
         mark = _mark(want.hint)
         self._left[mark] -= pages

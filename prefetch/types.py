@@ -64,7 +64,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Pages that are needed again by ``until``. Those in HBM go before any want with a later deadline."""
+    """Pages that are needed again by ``until``.
+
+    Those in HBM keep their space there, unless wants with an earlier deadline need all of it.
+    """
 
     keys: tuple[PageKey, ...]
     tiers: tuple[Tier, ...]
@@ -85,8 +88,9 @@ class Promotion(NamedTuple):
 class Outcome(NamedTuple):
     """The plan for a want. ``load`` pages of its prefix will be in HBM; the rest is computed, or waits for space.
 
-    ``ready`` is when they are there, ``done`` when the prompt is computed (``ready`` or the deadline if that is
-    unknown).
+    ``ready`` is the time at which those ``load`` pages are in HBM, ``done`` the time at which the whole
+    prompt is computed. Without a deadline, or if the compute time is unknown, ``done`` is ``ready`` or the
+    deadline, whichever is later.
     """
 
     load: int

@@ -171,7 +171,10 @@ class Ranks:
 
 
 def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
-    """Return what all ranks' disks hold, with the largest record size, and the keys to erase that only some have."""
+    """Return the records that every rank's disk holds, and the keys of all others, which must be erased.
+
+    The record size of the result is the largest of any rank, its budget the smallest.
+    """
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in disk.found} for disk in disks]
     first, *others = by_rank
     found = [

@@ -154,9 +154,9 @@ _CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 @dataclass(frozen=True, slots=True)
 class CodedRow:
-    """One figure.
+    """Copies with a codec compared with copies without it, for one codec, direction and page size.
 
-    Rates in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of medians.
+    Rates are in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of medians.
     """
 
     direction: str
@@ -167,7 +167,7 @@ class CodedRow:
     plain_gbps: float
     ratio: float
     ceiling_gbps: float
-    """Of one contiguous copy."""
+    """Rate of one contiguous copy."""
     payload_bytes: int
     rel_error: float
     path: str

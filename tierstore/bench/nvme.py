@@ -54,10 +54,11 @@ class Load(NamedTuple):
 
 
 def capacity_for(nbytes: int) -> int:
-    """Return the capacity of a tier for so many bytes of pages, with files as long as those of a real tier.
+    """Return a tier capacity for ``nbytes`` of pages that gives the tier files as long as those in real use.
 
-    With a capacity just large enough there would be sixteen short files, each allocated and named durably within
-    the measured time, while the raw file exists before.
+    A capacity that is just large enough would give sixteen short files. The tier would allocate each of them
+    and make its name durable within the measured time, whereas the raw file exists before the measurement
+    starts.
     """
     return int(nbytes * 1.4) + (64 << 20) + min(4 << 30, 7 * nbytes)
 

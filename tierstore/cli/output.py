@@ -97,7 +97,7 @@ def study(name: str) -> Any:
 
 
 def size_of(option: str, text: str) -> int:
-    """Return the bytes of the size that an option gives. ConfigError if it is not a size."""
+    """Return in bytes the size that ``option`` gives. ConfigError if ``text`` is not a size."""
     from tierstore.config import parse_size
 
     try:

@@ -96,7 +96,7 @@ class Directory:
         parent: PageKey | None = None,
         doubted: bool = False,
     ) -> None:
-        """Copy pages from an engine's slots accepted by ``outgoing``, as space becomes free."""
+        """Copy pages out of engine slots that ``outgoing`` accepted, as space in lower tiers becomes free."""
         self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent, doubted=doubted)
         self._finish(now)
 

@@ -206,15 +206,18 @@ class Exactness:
             self._tainted.add(key)
 
     def _coming(self, key: PageKey) -> bool:
-        """Whether the page will be exact: when an engine puts pages together, its parent is on its way too."""
+        """Return whether the page will be exact once it is readable: only tiers above the lossy ones have it.
+
+        An engine may put a page together with its parent, whose copy is then not readable yet either.
+        """
         if key in self._tainted or any(key in copies for copies in self._below):
             return False
         return any(key in copies for _, copies in self._above)
 
     def stays_tainted(self, key: PageKey) -> bool:
-        """Whether a put would leave the page tainted: copies stay that may be what tainted it.
+        """Return whether the page is still tainted after a put, because a copy that may be inexact remains.
 
-        One on its way into HBM does not: the put takes its place.
+        A copy on its way into HBM does not count: the put replaces it.
         """
         return key in self._tainted and any(
             key in copies and (tier != Tier.HBM or copies[key].ready) for tier, copies in self._above

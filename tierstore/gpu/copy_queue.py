@@ -382,7 +382,7 @@ class Lane:
         return sum(job.pages for job in flight.jobs) * self._pieces
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
-        """Return the next flight: of at most so many bytes and pieces, but of one transfer at least."""
+        """Return the next flight, within ``most_nbytes`` and ``most_pieces`` but of at least one transfer."""
         jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))
         return self._flight(jobs, group if self._groups > 1 else None)
 
@@ -397,7 +397,7 @@ class Lane:
         return None if len(self._waves) > 1 or job.flights or job.airborne else job
 
     def take_whole(self) -> Flight:
-        """Return the flight of all layers of ``alone``."""
+        """Take the only waiting job (see ``alone``) and return a flight with all of its layers."""
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:

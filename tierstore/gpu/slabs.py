@@ -356,7 +356,9 @@ class SlabCopies:
     ) -> NDArray[np.int32] | None:
         """Queue copies from the slots to host memory; they end on ``stream``.
 
-        Returns as ``load``: pages that the coder cannot represent.
+        Returns:
+            int32 ``[len(slots)]``, not 0 for pages that the coder cannot represent, valid once the copies
+            have ended; None where it can represent every page.
         """
         ring, kernels, most = self.ring, self.ring.stream, len(self._numbers)
         with ring.card.using(kernels):
@@ -407,7 +409,10 @@ class SlabRoute:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, host to device. Keep what it returns until they have ended: kernels write it."""
+        """Queue copies of whole pages, host to device.
+
+        Keep the returned array until the copies have ended, because kernels write it.
+        """
         return self.loads.load(slots, host, stream)
 
     def load_group(

@@ -135,7 +135,11 @@ class Outbox:
         self._wake()
 
     def add_quietly(self, ack: Ack) -> None:
-        """Queue ``ack`` without waking: the caller holds a lock, or submits and may hold a lock that ``wake`` takes."""
+        """Queue ``ack`` without calling ``wake``.
+
+        For an I/O thread that holds a lock, and for a thread that submits, since its caller may hold a lock
+        that ``wake`` takes.
+        """
         with self._lock:
             self._acks.append(ack)
 

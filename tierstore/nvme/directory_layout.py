@@ -207,7 +207,7 @@ def _write_home_marker(home: Path) -> None:
 
 
 def shard_name(fingerprint: str, shard: int) -> str:
-    """Return the name of a sub-directory. Raises ConfigError if the fingerprint contains other characters."""
+    """Return the name of a sub-directory. Raises ConfigError if the fingerprint or the shard is invalid."""
     name = f"{fingerprint}-{shard}"
     match = _SHARD_NAME.fullmatch(name)
     if match is None or match["damaged"]:

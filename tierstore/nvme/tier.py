@@ -275,7 +275,7 @@ class NvmeTier:
         return self._writer.sync(timeout_s)
 
     def begin_sync(self) -> SyncWork:
-        """Mark the queue behind everything submitted so far, for callers that wait in steps."""
+        """Queue a mark behind everything submitted so far and return it, for callers that wait in steps."""
         self._guard()
         return self._writer.begin_sync()
 

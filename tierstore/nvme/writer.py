@@ -522,9 +522,10 @@ class Writer:
             self._unrecorded.add(key)
 
     def _erase_owed(self) -> None:
-        """Delete all records that must go, ``erase_keys`` per transaction. What an error leaves is tried again.
+        """Delete all records in ``_owed``, ``erase_keys`` per transaction.
 
-        No write may follow while tombstones are in force, because they would take the new record for the erased one.
+        After an error, the next call deletes the rest. No write may follow while tombstones are in force: a
+        tombstone would count a new record of its key as erased.
         """
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]

@@ -127,7 +127,7 @@ class Library:
 
 
 def _write(file: Path, document: Document) -> None:
-    """Write a file completely or not at all, readable for this user alone."""
+    """Write a file completely or not at all, readable by this user only."""
     part = file.with_suffix(_PART)
     fields = asdict(document) | {"digest": _digest(document)}
     try:

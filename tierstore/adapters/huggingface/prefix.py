@@ -51,9 +51,9 @@ class Arrival:
         return here and self._in_place()
 
     def comes(self) -> bool:
-        """Wait until the first layer is in flight. False if some of the prefix has failed; then call ``settle``.
+        """Wait until the first layer is in flight. False if a page failed or moved; then call ``settle``.
 
-        Until then a page may still move to another slot, if somebody else has put it there.
+        During the wait a page can still move to another slot, if another caller puts the same page there.
         """
         self._missed |= not self._queued(self._lease, 0)
         return not self._missed and self._in_place()

@@ -185,11 +185,12 @@ class _Loaded:
 
 
 class Adapters:
-    """The LoRA adapters of one engine, identified by their files. For the scheduler's thread.
+    """The LoRA adapters of one engine, identified by their files. Use it from the scheduler's thread only.
 
-    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, and may drop it and load it again. If files
-    change meanwhile it is unknown which weights it computes with, so nothing of that number is reused or stored until a
-    request loads it again (``load_inplace``). A newly trained adapter needs another number, or a restart.
+    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, and may drop it and load it again.
+    If the files change in between, it is unknown which weights vLLM computes with. Pages of that
+    ``lora_int_id`` are then neither reused nor stored until a request makes vLLM reload the adapter
+    (``load_inplace``). A newly trained adapter needs another ``lora_int_id``, or a restart.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Routes to host memory that holds pages encoded: the card encodes and decodes, and only payloads cross the link.
+"""Routes to host memory that holds encoded pages: the card encodes and decodes; only payloads cross the link.
 
-``encoded_route`` builds the route for a pool, where the card can code, and chooses how loads come. They come through
-slabs, which DMA fills with payloads, or, for large pages, by the kernel that reads payloads in page-locked host memory
-(``MappedLoads``). Saves go through slabs. Everything is queued; nothing waits.
+``encoded_route`` builds the route for a pool, if the card can encode and decode its pages, and chooses how
+they are loaded: through slabs, which DMA fills with payloads, or, for large pages, by a kernel that reads
+payloads in page-locked host memory (``MappedLoads``). Saves go through slabs. Copies are only queued; no call
+waits for them.
 """
 
 from __future__ import annotations
