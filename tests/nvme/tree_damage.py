@@ -126,7 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     ),
     "a tree with more records": (
         lambda hurt: hurt.number("<Q", _tree(hurt, b"catalogue") + 32, lambda n: n + 1),
-        "records and not",
+        "but its root says",
     ),
     "a tree that is another's": (
         lambda hurt: hurt.number("<Q", _tree(hurt, b"meta") + 40, lambda n: hurt.page("catalogue") // BLOCK),

@@ -61,7 +61,10 @@ def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "no
     on_card = device_of(name).type == "cuda"
     arena = HostArena(layout, num_slots, pinner(name) if on_card else None, codec=codec)
     if on_card and not arena.wait_pinned(num_slots, _PIN_PATIENCE_S):
-        raise ConfigError(f"{arena.nbytes} bytes cannot be page-locked: {arena.refused}")
+        raise ConfigError(
+            f"could not page-lock {arena.nbytes} bytes of host memory: "
+            f"{arena.refused or f'not done within {_PIN_PATIENCE_S:g} s'}; use fewer or smaller pages"
+        )
     return arena
 
 

@@ -415,7 +415,8 @@ def attention(
         together, new = _numbers("--batches", batches), _numbers("--suffixes", suffixes)
         if max(together, default=1) > context:
             raise ConfigError(
-                f"--batches must be at most --context, {context}, as each sequence has a token; got {batches!r}"
+                f"no number in --batches may exceed --context ({context}), because each sequence needs at "
+                f"least one token; got {batches!r}"
             )
         rounded = (batch * -(-(context // batch) // page_size) * page_size for batch in together)
         pool = Pool(device, max([context + max(new, default=0), *rounded]), layers, page_size)

@@ -425,7 +425,7 @@ def _check_order(keys: list[bytes], part: _Part, name: str) -> None:
 
 def _check_count(count: int, tree: Tree, name: str) -> None:
     if count != tree.entries:
-        raise Damaged(f"the {name} has {count} records and not {tree.entries}")
+        raise Damaged(f"the {name} has {count} records, but its root says {tree.entries}")
 
 
 _BLOCK = 4096

@@ -238,8 +238,9 @@ class PagedCache(Cache):
         for name, given in (("K", keys), ("V", values)):
             if (given.shape[1], given.shape[3]) != (heads, dim):
                 raise ValueError(
-                    f"layer {layer.position} computes {name} of {given.shape[1]} heads of {given.shape[3]}, the pages "
-                    f"hold {heads} heads of {dim}, as the model's configuration says: TierStoreCache cannot serve it"
+                    f"layer {layer.position} computes {name} in {given.shape[1]} heads of {given.shape[3]}, "
+                    f"but the model's configuration, and so its pages, have {heads} heads of {dim}: "
+                    "TierStoreCache cannot serve it"
                 )
         self.batch.await_layer(*layer.place)
         to = self._places
@@ -389,8 +390,9 @@ class PagedCache(Cache):
     def _check_read(self) -> None:
         if self.unread:
             raise ValueError(
-                f'load the model with attn_implementation="{ATTENTION}": its pages were written, not read. If it was, '
-                "its attention is its own, and TierStoreCache cannot serve it"
+                "the model wrote K and V into pages but did not read them: load it with "
+                f'attn_implementation="{ATTENTION}". If you did, the model bypasses that attention function, '
+                "and TierStoreCache cannot serve it"
             )
 
     def _feed_owed(

@@ -75,7 +75,10 @@ def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str
     """
     specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
     if len(specs) > 1:
-        raise ValueError("the model has layers with and without a window: page_specs gives its KV groups")
+        raise ValueError(
+            "the model has both full and sliding-window attention, so it needs two KV groups: "
+            "call page_specs, not page_spec"
+        )
     remember(PageLayout.of(specs[0]).fingerprint, (model_id,))
     return specs[0]
 
