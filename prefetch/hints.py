@@ -1,7 +1,7 @@
 """The prefetcher's memory between turns: expected requests, and pages to keep in memory.
 
-``ExpectedRequests`` has the newest hint of each request until it is withdrawn or expires. ``KeptPages`` asks the
-store to keep the pages of expected requests that are in memory already. No clock.
+``ExpectedRequests`` has the newest hint of each request until that hint is withdrawn or expires. ``KeptPages``
+asks the store to keep those pages of expected requests that are in memory already. Neither reads a clock.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class Expected(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sort key: earlier deadlines first, then higher priorities."""
+        """Return a sort key that puts earlier deadlines first, then higher priorities."""
         return (self.deadline, -self.hint.priority)
 
 
 class ExpectedRequests:
-    """Expected requests, at most ``most``. If there are more, the one needed last is rejected."""
+    """The newest ``will_need`` hint of each expected request, of at most ``most`` requests.
+
+    If there are more, the request that is needed last is dropped and counted in ``turned_away``.
+    """
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self.turned_away = 0
@@ -52,8 +55,10 @@ class ExpectedRequests:
         return len(self._expected)
 
     def take(self, hints: Iterable[Hint], now: float) -> None:
-        """Take new hints. A newer one replaces that of its request, or ends it if it has no keys or needs nothing
-        brought up.
+        """Take new hints.
+
+        A hint with a higher revision replaces the known hint of its request. If it has no keys, or is not a
+        ``will_need`` hint, it only ends the known one.
         """
         for hint in hints:
             known = self._expected.get(hint.request_id)
@@ -80,12 +85,12 @@ class ExpectedRequests:
             del self._expected[request_id]
 
     def in_order(self) -> list[Expected]:
-        """Return the requests, those needed first in front."""
+        """Return the requests, the one needed first at index 0."""
         return sorted(self._expected.values(), key=lambda each: each.order)
 
 
 class _There(NamedTuple):
-    """A piece of a hint's pages. ``later`` has the hints that are needed later, the last of them last."""
+    """Some of a hint's pages, with the hints in ``later`` whose requests start later, in that order."""
 
     hint: Hint
     keys: tuple[PageKey, ...]
@@ -93,26 +98,32 @@ class _There(NamedTuple):
 
 
 class KeptPages:
-    """Names each page to the store once per revision of a hint. For one thread at a time."""
+    """Asks the store to keep pages where they are, once per page, tier and revision of a hint.
+
+    Not thread-safe.
+    """
 
     def __init__(self, promotions: PromotionQueue, tiers: Iterable[Tier]) -> None:
-        """``tiers`` are those that pages are brought to."""
+        """Set the queue that asks the store, and the ``tiers`` that pages are promoted to."""
         self._promotions = promotions
         self._tiers = tuple(tiers)
         self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
-        """By hint: pages that were in place, and that the store was asked to keep there."""
+        """By request ID and revision of a hint: pages that the store was asked to keep, with their tiers."""
         self._there: dict[Tier, list[_There]] = {}
-        """Pieces that the last plan found in memory, and that the store has not been asked to keep yet."""
+        """By tier: pages that the last plan found there and that the store has not been asked to keep yet."""
 
     def clear(self) -> None:
         """Forget everything: no request is expected."""
         self._named, self._there = {}, {}
 
     def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
-        """Note which pages are in memory already, by tier; in HBM only the first of each want that the plan counts on,
-        ``loads``.
+        """Note for each tier which pages of ``wants`` are in it already. Forget all hints but ``hints``.
 
-        ``hints`` belong to the wants, those needed first in front. Other hints are forgotten.
+        Args:
+            hints: The hints of the wants, the one needed first at index 0.
+            wants: The wants of the last plan.
+            loads: For each want, the number of leading pages that the plan has in HBM. Of the pages that are in
+                HBM, only those within it are noted.
         """
         before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
         for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
@@ -127,12 +138,12 @@ class KeptPages:
                     there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), later))
 
     def ask(self, tier: Tier) -> None:
-        """Ask the store to keep the pages in a tier, before anything is brought there."""
+        """Ask the store to keep the pages noted for ``tier``. Call it before pages are promoted to that tier."""
         for hint, keys, later in self._there.pop(tier, ()):
             self.note(hint, self._promotions.keep(hint, keys, tier, later), tier)
 
     def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        """Note that the store was asked for these pages in the tier."""
+        """Note that the store was asked to keep these pages in ``tier``, or to promote them to it."""
         known = self._named.get((hint.request_id, hint.revision))
         if known is not None:
             known.update((key, tier) for key in keys)

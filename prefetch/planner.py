@@ -1,11 +1,14 @@
-"""Which pages to bring up, in which order, and when each would be there. Pure: no clock, no thread, no store.
+"""The planner: selects the pages to promote, orders the promotions and predicts when each page arrives.
 
-The model of time: an edge carries one page at a time, at the rate measured. A page below host memory is first read into
-it and then loaded; a place in host memory is taken from the start of its read to the end of its load, and there are
-only so many. The earliest deadline goes first on every edge; a later one takes the time that those before it
-leave. A request that starts at its deadline is done with its prompt when its pages are there and the rest is
-computed; computing goes along with loads from host memory, which come layer by layer, and begins after reads from
-disk, which come page by page. Of all numbers of pages to load the planner takes the one that is done first.
+It only computes: it has no clock, no thread and no store.
+
+Its model of time: an edge carries one page at a time, at the measured rate. A page below host memory is first
+read into host memory and then loaded into HBM. It takes one of a limited number of places in host memory from
+the start of the read to the end of the load. On every edge the want with the earliest deadline goes first; later
+ones get the time that is left. A request starts at its deadline, and its prompt is done when the loaded pages
+are in HBM and the rest is computed. Computing overlaps with loads from host memory, which arrive layer by layer,
+but starts only after reads from disk, which arrive page by page. For each want the planner chooses the number of
+pages to load with which the prompt is done first.
 
 Earliest deadline first is Jackson's rule (1955): no other order makes the latest request less late.
 """
@@ -28,14 +31,17 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """The free time of one edge from ``now`` on. ``page_s`` is seconds per page, 0 if unknown."""
+    """The free time of one edge from ``now`` on.
+
+    ``page_s`` is the time in seconds that the edge takes for a page, 0 if unknown.
+    """
 
     def __init__(self, now: float, page_s: float) -> None:
         self.page_s = page_s
         self._free: list[tuple[float, float]] = [(now, inf)]
 
     def cursor(self) -> Cursor:
-        """Return a cursor that tries times, each after the last. It changes nothing and is void after ``take``."""
+        """Return a cursor that finds start times without taking them. The next ``take`` makes it invalid."""
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
@@ -59,7 +65,7 @@ class Timeline:
 
 
 class Cursor:
-    """Walks forward over free time."""
+    """Places pages one after another in the free time of a ``Timeline``, without changing the timeline."""
 
     def __init__(self, free: list[tuple[float, float]], page_s: float) -> None:
         self._free = free
@@ -68,7 +74,7 @@ class Cursor:
         self._at = 0.0
 
     def place(self, available: float) -> float:
-        """Return the earliest start of a page that is available from ``available`` on, after all placed before."""
+        """Return the earliest start of a page, at or after ``available`` and after the pages placed before it."""
         self._at = max(self._at, available)
         while True:
             start, end = self._free[self._piece]
@@ -80,7 +86,7 @@ class Cursor:
 
 
 PIECE_PAGES = 32
-"""Most pages of one promotion: what the store starts in one hold of its lock."""
+"""Most pages of one promotion: the store starts up to this many while it holds its lock once."""
 
 
 def plan(
@@ -90,10 +96,11 @@ def plan(
     retained: Sequence[Retained] = (),
     most_pages: int = 1 << 30,
 ) -> Plan:
-    """Promotions for all wants; those that come after ``most_pages`` have been planned get none. Changes nothing.
+    """Plan the promotions for ``wants``. O(pages log pages).
 
-    Pages of a want with an earlier deadline take their room first, those that are in HBM already included: what is
-    needed sooner is never displaced. O(pages log pages).
+    Wants get space in HBM in the order of their deadlines, also for pages that are in HBM already. So a page that
+    is needed later never displaces one that is needed sooner. Once at least ``most_pages`` page copies are planned,
+    the remaining wants get no promotion.
     """
     planning = _Planning(machine, now)
     outcomes = {want.request_id: Outcome(0, now, inf) for want in wants}
@@ -107,13 +114,13 @@ def plan(
 
 
 def _order(item: Want | Retained) -> tuple[float, int]:
-    # What is retained until then goes before what is wanted by then.
+    # Pages retained until a time come before wants with a deadline at that time.
     return (item.until, -(1 << 62)) if isinstance(item, Retained) else (item.deadline, -item.priority)
 
 
 @dataclass(slots=True)
 class _Step:
-    """One page along one edge."""
+    """The copy of one page along one edge."""
 
     index: int
     src: Tier
@@ -134,11 +141,11 @@ class _Try:
     read: list[float] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
-    """Pages that take room in HBM that no earlier want has taken for them."""
+    """Indices of the pages for which earlier wants have not taken space in HBM already."""
 
 
 class _Planning:
-    """One run of the planner: the time and the room that are left."""
+    """The state of one run of the planner: the time and the space that are left."""
 
     def __init__(self, machine: Machine, now: float) -> None:
         self.promotions: list[Promotion] = []
@@ -153,14 +160,14 @@ class _Planning:
         self._places = [now] * min(machine.host_pages or 0, 1 << 20)
 
     def stay(self, retained: Retained) -> None:
-        """Its pages in HBM keep their room."""
+        """Reserve space in HBM for the retained pages that are there, as long as any is left."""
         for key, tier in zip(retained.keys, retained.tiers, strict=False):
             if tier == Tier.HBM and key not in self._there and self._room > 0:
                 self._there[key] = (self._now, self._now)
                 self._room -= 1
 
     def serve(self, want: Want) -> Outcome:
-        """Takes the time and room that the want's pages need."""
+        """Plan one want: take the time and the space that its pages need."""
         tried = self._try(want)
         load, done = self._choose(want, tried)
         self._commit(want, tried, load)
@@ -169,7 +176,7 @@ class _Planning:
         return Outcome(load, max(tried.there[:load], default=self._now), done)
 
     def _try(self, want: Want) -> _Try:
-        """Pages of host memory go first: they are there, and wait for nobody."""
+        """Return a trial schedule for a want. Pages in host memory are loaded before those still to be read."""
         tried = _Try()
         room = self._room
         for key in want.keys[: len(want.tiers)]:
@@ -214,13 +221,16 @@ class _Planning:
         tried.steps.append(_Step(i, Tier.HOST, Tier.HBM, start, tried.there[i]))
 
     def _cut(self, tried: _Try, length: int) -> None:
-        """No place in host memory for this page: the prefix ends before it."""
+        """Shorten the trial schedule to its first ``length`` pages."""
         del tried.there[length:], tried.read[length:]
         tried.new = [i for i in tried.new if i < length]
         tried.steps = [step for step in tried.steps if step.index < length]
 
     def _choose(self, want: Want, tried: _Try) -> tuple[int, float]:
-        """How many pages of the prefix to load so that the prompt is done first, and when that is; of equals more."""
+        """Return how many pages of the prefix to load so that the prompt is done first, and the time it is done.
+
+        If several numbers of pages are equally fast, it is the largest of them.
+        """
         compute, total = self._machine.compute, len(want.keys)
         there = read = best_done = self._now
         start = max(want.deadline, self._now)
@@ -250,7 +260,10 @@ class _Planning:
         self._emit(want, steps)
 
     def _stage(self, want: Want, first: int) -> None:
-        """No room in HBM for the rest: it waits in host memory, as far as there are places for good."""
+        """Plan reads into host memory for the pages from ``first`` on, for which HBM has no space.
+
+        Each of them keeps its place in host memory for the rest of the plan.
+        """
         steps = []
         for i in range(first, len(want.tiers) if self._machine.host_pages else 0):
             key = want.keys[i]
@@ -264,7 +277,7 @@ class _Planning:
         self._emit(want, steps)
 
     def _emit(self, want: Want, steps: list[_Step]) -> None:
-        """Consecutive pages of an edge become one promotion."""
+        """Add the promotions for ``steps``: one for each run of consecutive pages, of at most ``PIECE_PAGES``."""
         self.planned += len(steps)
         for src in sorted({step.src for step in steps}):
             run: list[_Step] = []

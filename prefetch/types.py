@@ -1,4 +1,4 @@
-"""Input and output of the planner: plain data. Times are in seconds on the clock of its ``now``."""
+"""Plain data: input and output of the planner. Times are in seconds on the clock of the planner's ``now``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds to compute the first n pages of a prompt: ``page_s * n + square_s * n * n``."""
+    """The cost of prefill: the first n pages of a prompt take ``page_s * n + square_s * n * n`` seconds."""
 
     page_s: float
     square_s: float = 0.0
@@ -25,19 +25,20 @@ class Compute:
             require_finite(f"Compute.{name}", getattr(self, name))
 
     def seconds(self, first: int, stop: int) -> float:
-        """Return the time to compute pages ``first`` to ``stop`` after those before them."""
+        """Return the seconds to compute pages ``[first, stop)`` of a prompt once those before them are in HBM."""
         return self.page_s * (stop - first) + self.square_s * (stop * stop - first * first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the planner can use.
+    """The rates and the space that the planner can use.
 
-    ``read_s`` and ``load_s`` are seconds per page from NVMe and into HBM; 0 means unknown.
+    ``read_s`` is the time in seconds to read a page from NVMe, ``load_s`` the time to load one from host memory
+    into HBM; 0 means unknown.
 
-    ``hbm_pages`` is the space in HBM for expected requests. ``host_pages`` is the space in host memory for pages on
-    their way; None means that there is no host tier and reads go into HBM. With ``compute`` None, nothing is
-    recomputed instead.
+    ``hbm_pages`` is the number of pages in HBM that retained pages and expected requests may take. ``host_pages``
+    is the number that requests may take in host memory on the way to HBM; None means that there is no host tier
+    and reads go directly into HBM. With ``compute`` None, the planner never prefers computing a page to loading it.
     """
 
     read_s: float
@@ -49,10 +50,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """An expected request: ``keys`` of its prompt's full pages, ``tiers`` of the prefix that can be read now.
+    """An expected request.
 
-    ``deadline`` is when it is expected to start; inf: at some time. With equal deadlines the higher ``priority``
-    goes first, then the earlier want.
+    ``keys`` are those of the full pages of its prompt. ``tiers`` has the tier of each page of the prefix that can
+    be read now. ``deadline`` is the time at which the request is expected to start, inf if that is unknown. If
+    deadlines are equal, the want with the higher ``priority`` goes first; if priorities are equal too, the one
+    earlier in the list.
     """
 
     request_id: str
@@ -75,7 +78,10 @@ class Retained:
 
 
 class Promotion(NamedTuple):
-    """Consecutive pages of one request along one edge, at most ``planner.PIECE_PAGES``, from ``starts`` to ``ends``."""
+    """A planned copy of consecutive pages of one request along one edge, from ``starts`` to ``ends``.
+
+    It has at most ``planner.PIECE_PAGES`` pages.
+    """
 
     request_id: str
     keys: tuple[PageKey, ...]
@@ -86,7 +92,7 @@ class Promotion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The plan for a want. ``load`` pages of its prefix will be in HBM; the rest is computed, or waits for space.
+    """The plan for a want: ``load`` pages of its prefix will be in HBM. The rest is computed, or waits for space.
 
     ``ready`` is the time at which those ``load`` pages are in HBM, ``done`` the time at which the whole
     prompt is computed. Without a deadline, or if the compute time is unknown, ``done`` is ``ready`` or the
@@ -100,7 +106,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``promotions`` in the order of their starts, and ``outcomes`` of every want, by request."""
+    """The result of the planner: promotions in the order of their starts, and an outcome per request ID."""
 
     promotions: tuple[Promotion, ...]
     outcomes: Mapping[str, Outcome]
