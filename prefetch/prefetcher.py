@@ -1,8 +1,9 @@
-"""The prefetcher: one thread that reads a store's hints, plans, and asks the store to bring pages up in time.
+"""The prefetcher: a thread that reads a store's hints, plans, and asks the store to promote pages in time.
 
-It is a caller like any other: it holds no pages, no lease and no lock, and without it everything is served as well,
-only later. The store decides which pages may be displaced, and starts nothing for a withdrawn hint
-(``TierStore.promote``). ``PrefetchLoop`` is one turn: read hints, plan if due, start what can start.
+It uses the public interface of the store and holds no pages, no lease and no lock. Without a prefetcher every
+request is still served, only later. The store decides which pages may be displaced, and starts nothing for a
+withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` is the work of the thread without the thread. In each turn
+it reads hints, plans if a plan is due, and starts the promotions that can start.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def section(figures: dict[str, object], name: str) -> dict[str, Any]:
-    """Return a part of the figures that is a mapping, or raise TypeError."""
+    """Return the mapping ``figures[name]``. TypeError if it is not a mapping."""
     found = figures[name]
     if not isinstance(found, dict):
         raise TypeError(f"stats()[{name!r}] must be a mapping, got {found!r}")
@@ -44,7 +45,7 @@ def section(figures: dict[str, object], name: str) -> dict[str, Any]:
 
 
 def number(figures: dict[str, object], name: str) -> float:
-    """Return a number of the figures, or raise TypeError."""
+    """Return the number ``figures[name]``. TypeError if it is not a number."""
     found = figures[name]
     if not isinstance(found, int | float):
         raise TypeError(f"stats()[{name!r}] must be a number, got {found!r}")
@@ -52,7 +53,7 @@ def number(figures: dict[str, object], name: str) -> float:
 
 
 _WAVE_S = 0.1
-"""Most seconds of copies in flight: a lease that is acquired meanwhile waits at most so long for them."""
+"""Most seconds of copies in flight. A lease acquired in the meantime waits for them about this long at most."""
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
 _PLAN_SHARE = 10.0
@@ -63,13 +64,16 @@ _IDLE_S = 0.25
 _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
-"""Pages to plan first if nothing is in flight: the rest is planned while these cross the link."""
+"""Number of pages to plan first if nothing is in flight. The rest is planned while these pages cross the link."""
 _PASSES = 3
-"""Promotions that cannot start yet, such as loads of pages that are still being read, passed by those after them."""
+"""Number of promotions that later ones may overtake because they cannot start yet.
+
+An example is a load of pages that are still being read from disk.
+"""
 
 
 class PrefetchLoop:
-    """Expected requests and the promotions planned for them. For one thread at a time; the clock is given."""
+    """The expected requests of a store and the promotions planned for them. Not thread-safe."""
 
     def __init__(
         self,
@@ -96,21 +100,22 @@ class PrefetchLoop:
         self._kept = KeptPages(self._promotions, self._promoted_to)
         self._plan_at = self._planned_at = -inf
         self._soonest = inf
-        """Earliest time of the next plan without a new hint, once all is in flight. inf after a plan that found
-        nothing.
+        """Earliest time to plan again without a new hint, once every planned promotion is in flight.
+
+        It is inf after a plan without promotions.
         """
         self._missed: set[tuple[str, int]] = set()
         self._take(0.0)
 
     @property
     def in_flight(self) -> int:
-        """Return how many pages were in flight when the store was last asked."""
+        """Return how many pages promotions were moving when the store was last called."""
         return self._promotions.in_flight
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start what can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start the promotions that can start.
 
-        Returns the seconds until the next turn is useful. For one thread at a time.
+        Returns the seconds until the next turn is useful. Not thread-safe.
         """
         fresh = self._take(timeout_s)
         now = self._clock()
@@ -134,7 +139,7 @@ class PrefetchLoop:
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
-        if started:  # the present plan goes on
+        if started:  # the current plan still makes progress
             self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
             if not self._promotions:
@@ -153,9 +158,9 @@ class PrefetchLoop:
         return not (self.in_flight or self._promotions)
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """Plan only the first pages if there are many more, so that the link need not wait for the whole plan.
+        """Plan only the first pages if there are many more, so that the link does not wait for the whole plan.
 
-        Uses free slots only: which pages to displace is not known before the whole plan.
+        This first plan uses free slots only, because only the whole plan shows which pages to displace.
         """
         first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
         tiers = section(self._store.stats(), "tiers")
@@ -193,7 +198,7 @@ class PrefetchLoop:
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
-        """Replace the present plan."""
+        """Replace the waiting promotions with those of a new plan, and set the queue's limit from the rates."""
         self._promotions.clear()
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
@@ -213,7 +218,10 @@ class PrefetchLoop:
         )
 
     def _machine(self, staged: int) -> Machine:
-        """Return the rates, and the space that expected requests may take, together with the pages that stay."""
+        """Return the measured rates, and the space for expected requests and pages that stay in HBM.
+
+        ``staged`` pages in host memory were read by the prefetcher and are not counted as space.
+        """
         tiers, rates = section(self._store.stats(), "tiers"), self._store.rates()
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
         gone = 0 if hbm is None else hbm["owned"] + hbm["quarantined"]
@@ -230,7 +238,7 @@ class PrefetchLoop:
         )
 
     def _start(self, tier: Tier) -> int:
-        """Start the next promotions into a tier, as far as allowed. Returns the pages started."""
+        """Start the next promotions into a tier, as far as limits allow. Returns the number of pages started."""
         found = self._promotions.advance(tier)
         for each in found:
             if not each.in_force:
@@ -245,7 +253,7 @@ class PrefetchLoop:
             self._staged.update(keys)
 
     def _note_misses(self, expected: list[Expected], now: float) -> None:
-        """Count requests that are due while readable pages of theirs are not in HBM, once per revision of a hint."""
+        """Count requests that are due while some of their readable pages are not in HBM, once per hint revision."""
         due = [each for each in expected if each.deadline <= now]
         marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
         for mark, hint in marks.items():
@@ -256,7 +264,7 @@ class PrefetchLoop:
 
 
 def _soon(expected: list[Expected]) -> list[Expected]:
-    """Return the first requests to plan for, limited by their pages."""
+    """Return the first requests to plan for, limited by ``_PLAN_REQUESTS`` and by their total number of pages."""
     pages, found = 0, []
     for each in expected[:_PLAN_REQUESTS]:
         if pages > 2 * _PLAN_PAGES:
@@ -273,13 +281,13 @@ _AFTER_FAULT_S = 0.25
 
 
 class Prefetcher:
-    """Brings up the pages that ``will_need`` hints name. ``attach`` starts its thread; a store has at most one.
+    """Promotes the pages that ``will_need`` hints name. ``attach`` starts its thread. A store has at most one.
 
     Args:
         store: The store to serve.
         config: Limits; by default the store's ``prefetch`` section.
-        compute: What it costs to compute a page here. Without it, pages are always loaded.
-        clock: For tests.
+        compute: The cost of computing pages on this machine. Without it, pages are always loaded.
+        clock: Returns the time in seconds. Tests replace it.
     """
 
     def __init__(
@@ -302,8 +310,8 @@ class Prefetcher:
     ) -> Prefetcher:
         """Start a prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
 
-        From now on the store defers ``will_need`` hints to it, until it is closed. It ends by itself with the
-        store.
+        From now on the store defers ``will_need`` hints to the prefetcher, until the prefetcher is closed. Its
+        thread ends when the store is closed.
 
         Raises:
             ValueError: Another prefetcher is attached to the store; each hint would reach only one of them.
@@ -318,10 +326,10 @@ class Prefetcher:
         return prefetcher
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread. The store rejects hints again; copies in flight go on.
+        """Stop the thread. The store rejects ``will_need`` hints again; copies in flight continue.
 
-        Idempotent and thread-safe, before or after the store is closed. ``timeout_s`` limits the wait for the
-        thread.
+        Idempotent and thread-safe. May be called before or after the store is closed. ``timeout_s`` limits the wait
+        for the thread.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         first = not self._closing.is_set()
@@ -343,8 +351,8 @@ class Prefetcher:
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
         """Wait until every readable page of the prefix is in HBM, or until ``by`` on the event loop's clock.
 
-        Returns the number of leading pages that are in HBM. It holds nothing, so a lease may find fewer, and starts
-        nothing: give a hint first.
+        Returns the number of leading pages that are in HBM. The call pins no page, so a lease may find fewer. It
+        starts no copy: give a hint first.
 
         Raises:
             StoreClosed: The store is closed.
@@ -362,9 +370,9 @@ class Prefetcher:
             await asyncio.sleep(min(_POLL_S, max(0.0, by - loop.time())))
 
     def stats(self) -> dict[str, object]:
-        """Return counters: bytes started by edge, known and rejected hints, missed deadlines, faults.
+        """Return counters: bytes started per edge, expected and rejected requests, missed deadlines, faults.
 
-        ``TierStore.stats`` says what became of the bytes: ``prefetch_bytes`` among its counters.
+        ``prefetch_bytes`` in ``TierStore.stats`` tells which of these bytes were used.
         """
         loop = self._loop
         return {
@@ -380,9 +388,10 @@ class Prefetcher:
         }
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start what can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start the promotions that can start.
 
-        Returns the seconds until the next turn is useful. For one thread at a time: its own, once it is attached.
+        Returns the seconds until the next turn is useful. Not thread-safe: an attached prefetcher's thread calls
+        this method, and nothing else may.
         """
         return self._loop.turn(timeout_s)
 
@@ -402,16 +411,16 @@ class Prefetcher:
                     _log.exception("the prefetcher met an unexpected error")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
-        # close() may have stopped waiting, and the last look at the hints attached this prefetcher again.
+        # close() may have timed out before this thread's last take_hints, which attached the prefetcher again.
         with suppress(StoreClosed):
             self._store.reject_hints()
 
 
 _attaching = Lock()
 _attached: WeakSet[Prefetcher] = WeakSet()
-"""Guarded by ``_attaching``. Weak, so that it keeps neither a prefetcher nor its store alive."""
+"""Attached prefetchers, guarded by ``_attaching``. Weak, so that the set keeps no prefetcher or store alive."""
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:
-    """Return the store's section, taken from ``stats``, or the defaults."""
+    """Return the ``prefetch`` section of the store's configuration, as in ``stats``, or the defaults."""
     return PrefetchConfig.model_validate(section(figures, "config").get("prefetch", {}))

@@ -1,9 +1,10 @@
-"""Pages that wait to be brought up ahead of need, in order, and the budget of pages in flight. All callers use it.
+"""The queue of pages to promote ahead of need, with its limit on pages in flight.
 
-A caller says which pages of a hint it wants in a tier (``want``), takes that back (``over``), and starts what the
-budget allows (``advance``). The prefetcher refills the queue with each plan, in a thread of its own; the vLLM
-scheduler adds requests as they come and advances once a step. The queue holds no page and no lock. The store decides
-which pages make way, starts nothing for a withdrawn hint (``TierStore.promote``), and counts what becomes of the bytes.
+A caller adds the pages of a hint that it wants in a tier (``want``), drops those of a hint (``over``), and starts
+as many as the limit allows (``advance``). The prefetcher refills its queue with each plan, in a thread of its own;
+the vLLM scheduler adds requests as they come and calls ``advance`` once per step. The queue pins no page and holds
+no lock. The store decides which pages to displace, starts nothing for a withdrawn hint (``TierStore.promote``), and
+counts which of the promoted bytes are used.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey, Promoted
 
 _NEXT_AT = 0.6
-"""Share of a half's time on the link after which the other half may start. Much earlier, both would join one wave."""
+"""Share of the time that one half takes on the link after which the other half may start.
+
+With a much smaller share both halves would join one wave.
+"""
 
 
 class LoadWindow:
-    """The pages on their way into HBM, in two halves: the second is started while the first crosses the link.
+    """Limits the pages in flight to HBM in two halves: the second is started while the first crosses the link.
 
-    Pages that go up by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages
-    were started only when others end, the link would idle until the next wave begins. No clock.
+    Pages loaded by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages were
+    started only when others end, the link would idle until the next wave begins. The caller gives the time.
     """
 
     def __init__(self) -> None:
@@ -44,8 +48,8 @@ class LoadWindow:
 
         Args:
             now: The time in seconds.
-            arriving: Pages on their way.
-            most: Most pages on their way at once.
+            arriving: Number of pages in flight to HBM.
+            most: Most pages in flight to HBM at once.
             page_s: Seconds per page on the link, 0 if unknown.
         """
         if most < 2 * PIECE_PAGES:
@@ -58,14 +62,15 @@ class LoadWindow:
         return min(most // 2 - self._pages, most - arriving)
 
     def started(self, pages: int) -> None:
-        """Note that pages were started."""
+        """Count ``pages`` started pages in the current half."""
         self._pages += pages
 
 
 class Started(NamedTuple):
-    """What one call of the store did for a want. ``in_force`` is False if its hint has ended: the want is over.
+    """The result of one ``TierStore.promote`` call for a want.
 
-    ``covered`` are pages that are in the tier or on their way there now; of these, ``started`` were not before.
+    ``covered`` are the pages that are now in the tier or in flight to it, ``started`` those whose promotion this
+    call started. ``in_force`` is False if the hint has ended; its wants are then dropped.
     """
 
     hint: Hint
@@ -76,7 +81,7 @@ class Started(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """``done`` pages of ``keys`` have been covered. ``later`` has the hints whose pages make way."""
+    """A call of ``want``: pages ``keys[done:]`` still wait. Pages of the hints in ``later`` may be displaced."""
 
     hint: Hint
     keys: Sequence[PageKey]
@@ -89,16 +94,16 @@ _NOBODY = Hint("", 0, ())
 
 
 class PromotionQueue:
-    """Wanted pages by tier, started in order while at most ``most`` pages are in flight. For one thread at a time.
+    """Wanted pages by tier, started in order while at most ``most`` pages are in flight. Not thread-safe.
 
-    A want ends when all its pages are covered, when its hint has ended, when the next page of it can be read nowhere,
-    or with ``over``. What is in flight then goes on.
+    A want ends when each of its pages is in the tier or in flight to it, when its hint has ended, when its next page
+    is not readable in any tier, or with ``over``. Copies in flight continue.
 
     Args:
-        store: The store whose pages are brought up.
+        store: The store whose pages are promoted.
         most: Most pages in flight at once. May be changed at any time.
-        passes: How many wants that cannot start yet may be passed by those after them.
-        clock: For tests.
+        passes: Number of wants that may be skipped in one ``advance`` because they cannot start yet.
+        clock: Returns the time in seconds. Tests replace it.
     """
 
     def __init__(
@@ -106,9 +111,9 @@ class PromotionQueue:
     ) -> None:
         self.most = most
         self.load_s = 0.0
-        """Seconds per page into HBM, 0 if unknown: the pace at which the second half of ``most`` follows the first."""
+        """Seconds per page into HBM, 0 if unknown. Sets how soon the second half of ``most`` follows the first."""
         self.in_flight = 0
-        """Pages that promotions of the store were bringing when it was last asked. Later there may be fewer."""
+        """Number of pages that promotions of the store were moving when the store was last called."""
         self._store = store
         self._passes = passes
         self._clock = clock
@@ -123,7 +128,7 @@ class PromotionQueue:
 
     @property
     def tiers(self) -> list[Tier]:
-        """Return the tiers for which pages wait, the fastest first."""
+        """Return the tiers that pages wait for, the fastest first."""
         return sorted(tier for tier, wants in self._wants.items() if wants)
 
     def left(self, hint: Hint) -> int:
@@ -139,14 +144,14 @@ class PromotionQueue:
         later: Sequence[Hint] = (),
         order: tuple[float, ...] = (),
     ) -> None:
-        """Add pages that the hint, a ``will_need``, is to have in a tier. Starts nothing.
+        """Add pages of a ``will_need`` hint that are to be promoted to ``tier``. Starts nothing.
 
         Args:
             hint: The hint in force.
             keys: The pages, in the order in which they are started.
-            tier: Where they are to be.
-            later: Hints whose pages make way, the one whose pages go first last.
-            order: Wants with a lower value start earlier; with equal values, those added earlier.
+            tier: The tier to promote them to.
+            later: Hints whose pages may be displaced, those of the last one first.
+            order: Wants with a lower value start earlier. Wants with equal values start in the order of the calls.
         """
         if not keys:
             return
@@ -155,36 +160,51 @@ class PromotionQueue:
         self._left[_mark(hint)] += len(keys)
 
     def over(self, hint: Hint) -> None:
-        """Drop everything that the hint still waits for. Without effect if it waits for nothing."""
+        """Drop all waiting pages of the hint. Does nothing if no page of it waits."""
         mark = _mark(hint)
         if self._left.pop(mark, 0):
             for wants in self._wants.values():
                 wants[:] = [want for want in wants if _mark(want.hint) != mark]
 
     def clear(self) -> None:
-        """Drop everything that waits."""
+        """Drop all waiting pages."""
         self._wants.clear()
         self._left.clear()
 
     def keep(
         self, hint: Hint, keys: Sequence[PageKey], tier: Tier, later: Sequence[Hint]
     ) -> Sequence[PageKey]:
-        """Ask the store at once to keep pages in a tier, where they are. Returns the first of them that are there.
+        """Ask the store now to keep pages in a tier that they are in.
 
-        At most ``planner.PIECE_PAGES``. A page that has left the tier meanwhile is brought back, whatever the budget.
+        A page that has left the tier in the meantime is promoted again, even beyond ``most`` pages in flight.
+
+        Args:
+            hint: The hint for which the store keeps them.
+            keys: The pages, at most ``planner.PIECE_PAGES``.
+            tier: The tier that they are in.
+            later: As for ``want``.
+
+        Returns:
+            The longest prefix of ``keys`` whose pages are in the tier or in flight to it.
         """
         return keys[: self._promote(hint, keys, tier, later).covered]
 
     def look(self, tier: Tier) -> None:
-        """Update the figures of pages in flight. Starts nothing."""
+        """Update the numbers of pages in flight from the store. Starts nothing."""
         if self.in_flight:
             self._promote(_NOBODY, (), tier, ())
 
     def advance(self, tier: Tier, most: int | None = None) -> list[Started]:
-        """Start the pages that wait for a tier, in order, as far as the budget and the store allow.
+        """Start the pages that wait for ``tier``, in order, as far as the limit and the store allow.
 
-        A want that cannot start yet is passed by at most ``passes`` others. ``most``: most pages to start in this
-        call. Returns what was done, call by call of the store.
+        At most ``passes`` wants that cannot start yet are skipped.
+
+        Args:
+            tier: The tier to promote pages to.
+            most: Most pages to start in this call. None sets no further limit.
+
+        Returns:
+            One ``Started`` for each call of the store.
         """
         if self.most - self.in_flight < PIECE_PAGES:
             self.look(tier)

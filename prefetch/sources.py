@@ -1,8 +1,8 @@
-"""Helpers that give hints for more than one request: a queue, a list of documents, the turns of sessions.
+"""Helpers that give hints for many requests: those of a queue, a list of documents, or the turns of sessions.
 
-``Waiting`` expects each request of a queue after those before it, ``ahead`` the next documents of a batch,
-``Sessions`` the next turn after the session's usual pause. Every hint is newer than the last one of its name, and a
-closed store is no error.
+``Waiting`` expects each request of a queue after those before it. ``ahead`` expects the next documents of a batch.
+``Sessions`` expects the next turn of a session after its usual pause. Each hint has a higher revision than the last
+one of its name. A closed store is not an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def expect(
     priority: int = 0,
     ttl_s: float | None = None,
 ) -> bool:
-    """Hint that these pages are needed in ``in_s`` seconds. Returns whether a prefetcher will bring them up."""
-    # A clock, as the caller may have given hints of this name before.
+    """Hint that these pages are needed in ``in_s`` seconds. Returns whether a prefetcher takes the hint."""
+    # The revision comes from a clock, since the caller may have given hints of this name before.
     hint = Hint(name, monotonic_ns(), tuple(keys), deadline_s=max(0.0, in_s), priority=priority, ttl_s=ttl_s)
     with suppress(StoreClosed):
         return store.hint(hint) is HintResult.DEFERRED
@@ -51,27 +51,27 @@ def end(store: TierStore, name: str) -> None:
 
 
 KNOWN = 3
-"""Pauses that a session must have before its next turn is expected. Guesses from fewer are mostly wrong."""
+"""Number of pauses to observe in a session before its next turn is expected. Fewer mostly give wrong guesses."""
 
 OVERDUE_S = 2.0
-"""Seconds that a turn is still expected after its time."""
+"""Seconds for which a turn is still expected after its expected time."""
 
 _LAST = 32
 
 
 class Pauses:
-    """The latest pauses of one session."""
+    """The last 32 pauses of one session, in seconds."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_LAST)
 
     def note(self, seconds: float) -> None:
-        """Note that the session went on after so long. Negative pauses, as of overlapping turns, count as 0."""
+        """Add a pause. A negative one, which overlapping turns cause, counts as 0."""
         self._seconds.append(max(0.0, seconds))
 
     @property
     def expected_s(self) -> float | None:
-        """Return the median of the last 32, or None with fewer than ``KNOWN``."""
+        """Return the median of the pauses, or None if there are fewer than ``KNOWN``."""
         return median(self._seconds) if len(self._seconds) >= KNOWN else None
 
 
@@ -85,10 +85,10 @@ class _Session:
 
 
 class Sessions:
-    """Learns from the pauses between the turns of a session when it will go on, and hints that. It holds no pages.
+    """Predicts the next turn of each session from the pauses between its turns, and hints it. It pins no pages.
 
-    A guess is the median of at least three pauses of the session. Thread-safe. Of more than 65,536 sessions the one
-    unheard of for longest is forgotten.
+    The prediction is the median of the last 32 pauses of the session, once there are at least three. If there are
+    more than 65,536 sessions, the one that was inactive for the longest time is forgotten. Thread-safe.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def began(self, session_id: str) -> None:
-        """Note that a turn of the session begins: its pause is over."""
+        """Note that a turn of the session begins, which ends its pause."""
         with self._lock:
             session = self._known(session_id)
             if session.ended is not None:
@@ -111,11 +111,13 @@ class Sessions:
     def ended(self, session_id: str, keys: Sequence[PageKey], ttl_s: float) -> float:
         """Note that a turn has ended. Returns for how many seconds to retain its pages.
 
-        That is ``ttl_s``, or until 2 s after the expected next turn if that is earlier and a prefetcher takes the
-        hint. May be called again for the same turn.
+        The result is ``ttl_s``, or the time until 2 s after the expected next turn if that is shorter and a
+        prefetcher takes the hint. The method may be called again for the same turn.
 
         Args:
-            keys: The pages with which the next turn begins.
+            session_id: The session.
+            keys: The pages that the next turn begins with.
+            ttl_s: Seconds for which to retain the pages if the next turn cannot be predicted.
 
         Raises:
             TypeError, ValueError: ``ttl_s`` is not a duration.
@@ -138,7 +140,7 @@ class Sessions:
             return None if session is None else session.pauses.expected_s
 
     def forget(self, session_id: str) -> None:
-        """Note that the session is over: nothing more is brought up for it. Idempotent."""
+        """Note that the session is over: no more promotions start for it. Idempotent."""
         with self._lock:
             known = self._sessions.pop(session_id, None)
         if known is not None:
@@ -156,12 +158,12 @@ class Sessions:
 
 
 _LEARN = 0.25
-"""Weight of the newest interval in the pace."""
+"""Weight of the newest interval in the moving average of the pace."""
 _MOVED = 0.25
 """A request is hinted again once its expected start has moved by this share of the time that is left."""
 _MOVED_S = 0.05
 _PATIENCE_S = 600.0
-"""How long a request is still expected after its time if nothing in the queue moves."""
+"""Seconds for which a request is still expected after its expected start if nothing in the queue moves."""
 
 
 @dataclass(slots=True)
@@ -174,11 +176,11 @@ class _Request:
 
 
 class Waiting:
-    """Hints for a queue of requests, in the order in which they will start. It holds no pages.
+    """Hints for a queue of requests, in the order in which they will start. It pins no pages.
 
-    The request at position n is expected after n times the pace. The pace is an average of the intervals between
-    starts, ``pace_s`` until there is one. The first ``most`` requests are hinted, the others once they move up. For
-    one thread at a time; harmless on a closed store or without a prefetcher.
+    The request at position n is expected after n times the pace. The pace is a moving average of the intervals
+    between starts, beginning with ``pace_s``. Only the first ``most`` requests are hinted. The others are hinted
+    when they move up. Not thread-safe. On a closed store, or without a prefetcher, the hints have no effect.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Waiting:
     ) -> None:
         require_finite("pace_s", pace_s)
         self.pace_s = pace_s
-        """Seconds between starts, as far as known."""
+        """The pace: expected seconds between starts."""
         self._store = store
         self._name = name
         self._most = whole("most", most)
@@ -206,10 +208,10 @@ class Waiting:
     def add(
         self, request_id: str, keys: Sequence[PageKey], *, priority: int = 0, starts_in_s: float = 0.0
     ) -> None:
-        """Append a request. It will not start before ``starts_in_s``.
+        """Append a request that will not start for at least ``starts_in_s`` seconds.
 
         Raises:
-            ValueError: The request is waiting already, or ``starts_in_s`` is not a time.
+            ValueError: The request is already waiting, or ``starts_in_s`` is not a time.
         """
         require_time("starts_in_s", starts_in_s)
         if request_id in self._requests:
@@ -219,7 +221,7 @@ class Waiting:
         self._tell(now)
 
     def started(self, request_id: str) -> None:
-        """Note that a request has its lease, or needs none. Its hint ends, and the others move up.
+        """Note that a request has its lease, or needs none: end its hint and move the others up.
 
         Raises:
             KeyError: The request is not waiting.
@@ -232,7 +234,7 @@ class Waiting:
         self._tell(now)
 
     def withdraw(self, request_id: str) -> None:
-        """Remove a request that will not start: no further copy starts for it. KeyError if it is not waiting."""
+        """Remove a request that will not start, and end its hint. KeyError if the request is not waiting."""
         self._leave(request_id)
         self._tell(self._clock())
 
@@ -256,8 +258,9 @@ class Waiting:
         return request
 
     def _tell(self, now: float) -> None:
-        """Hint in the order of the queue, whatever the pace does: an earlier request is never expected after a later
-        one.
+        """Give hints for new requests, and for all hinted ones if expected starts have moved.
+
+        A request is never expected before one that is ahead of it in the queue, however the pace changes.
         """
         times = self._times(now)
         moved = any(
@@ -277,7 +280,7 @@ class Waiting:
             last = max(last, request.told or last)
 
     def _times(self, now: float) -> list[tuple[tuple[str, _Request], float]]:
-        """Return the first requests with their expected starts."""
+        """Return the first ``most`` requests of the queue with their expected starts."""
         found, at = [], now
         for place, item in zip(range(self._most), self._requests.items(), strict=False):
             at = max(at, item[1].not_before, now + place * self.pace_s)
@@ -300,15 +303,21 @@ def ahead(
     name: str = "batch",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[_Document]:
-    """Yield the documents one by one, each hinted while up to ``window`` documents before it are worked on.
+    """Yield the documents one by one. Each is hinted while up to ``window`` documents before it are in use.
 
     The current document stays hinted until the next one is requested, so acquire its lease first. When the iterator
     ends or is closed, all hints end.
 
     Args:
-        keys_of: Called once per document, ahead of its turn. ``documents`` is read no further than the window.
-        window: Documents to hint ahead, at least 1, else ValueError.
-        name: Prefix of the hints' names; two batches at the same time need two.
+        store: The store to give hints to.
+        documents: The documents. They are read only as far as the window reaches.
+        keys_of: Returns the page keys of a document. Called once per document, before its turn.
+        window: Number of documents to hint ahead, at least 1.
+        name: Prefix of the hints' names. Two batches at the same time need different prefixes.
+        clock: Returns the time in seconds. Tests replace it.
+
+    Raises:
+        ValueError: ``window`` is less than 1.
     """
     pages = whole("window", window, 1)
     return _ahead(documents, keys_of, pages, Waiting(store, name=name, most=pages + 1, clock=clock))
