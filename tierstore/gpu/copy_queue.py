@@ -1,9 +1,9 @@
-"""The queue of copies: in which order they are launched, and how far ahead of the link.
+"""The queue of copies: decides in which order copies are launched, and how far ahead of the link.
 
-``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once. A ``Lane`` is one
-direction of the link: the transfers (``Job``) that wait, and the launches (``Flight``) that are in flight. A lane
-launches on whatever thread asks, one at a time. Nothing blocks here, and the caller holds the engine's lock, except
-during ``Lane.launch``, which may take as long as a call of the driver takes.
+``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once and ahead of the link.
+A ``Lane`` is one direction of the link: the transfers (``Job``) that wait, and the launches (``Flight``) that are in
+flight. A lane launches on the thread that calls it, one flight at a time. ``Lane.launch`` may block in the driver.
+Everything else returns at once, and the caller must hold the engine's lock for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Entry(Generic[Item]):
 
 
 class _Row(Generic[Item]):
-    """Jobs that get the same layer group next, in the order in which they came, and their total size."""
+    """Jobs that get the same layer group next, oldest first, and their total size."""
 
     def __init__(self) -> None:
         self.entries: deque[_Entry[Item]] = deque()
@@ -65,23 +65,24 @@ class _Row(Generic[Item]):
 class Waves(Generic[Item]):
     """The order of the layer groups of many jobs: all jobs of a wave get a group before any of them gets the next.
 
-    A new job joins the current wave, with its first group, until half of the groups of a job in it have been handed
-    out. Then it waits for the next wave, so that no job is overtaken forever. Jobs get their last group in the order
-    in which they came. The cost of a call does not depend on how many jobs wait. Not thread-safe.
+    A new job joins the current wave, with its first group, as long as no job of the wave has more than half of its
+    groups. Later jobs wait for the next wave, so that no job is overtaken forever. Jobs get their last group in the
+    order in which they were added. The cost of ``add`` and ``take`` does not grow with the number of waiting jobs.
+    Not thread-safe.
     """
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._wave: list[_Row[Item]] = [_Row() for _ in range(groups)]
-        """Jobs of the wave by the group that they get next: a job that came sooner is never behind a later one."""
+        """Jobs of the wave by the group that they get next. No job is behind one that was added after it."""
         self._later: _Row[Item] = _Row()
         self._handed_out = 0
-        """How many groups the most advanced job of the wave was given."""
+        """Number of groups that the most advanced job of the wave has got."""
         self._size = 0
         """Number of jobs in the wave."""
 
     def __len__(self) -> int:
-        """Return the number of jobs that have groups to come."""
+        """Return the number of jobs that have not got all of their groups."""
         return self._size + len(self._later.entries)
 
     @property
@@ -90,7 +91,7 @@ class Waves(Generic[Item]):
         return not self._later.entries and self._handed_out * 2 <= self._groups
 
     def add(self, job: Item, size: int) -> None:
-        """Add a job. ``size``: of one of its groups, in the caller's unit."""
+        """Add a job. ``size`` is the size of one of its groups, in the caller's unit."""
         if self.open:
             self._size += 1
             self._wave[0].add(_Entry(job, size))
@@ -98,18 +99,18 @@ class Waves(Generic[Item]):
             self._later.add(_Entry(job, size))
 
     def first(self) -> tuple[Item, int]:
-        """Return the first job that ``take`` would return, and the group. IndexError if empty."""
+        """Return the first job that ``take`` would return, and its next group. IndexError if empty."""
         row, group = self._at_hand()
         return row.entries[0].job, group
 
     def size_at_hand(self) -> int:
-        """Return the total size of the jobs that wait for the same group as ``first``. IndexError if empty."""
+        """Return the total size of the jobs from which ``take`` takes. IndexError if empty."""
         return self._at_hand()[0].size
 
     def take(self, most: int) -> tuple[list[Item], int]:
-        """Return the next jobs, at least one, of a total size of ``most`` at most, and the group that they get now.
+        """Return the next jobs and the group that they get now.
 
-        IndexError if empty.
+        Their total size is at most ``most``, except that one job is always returned. IndexError if empty.
         """
         row, group = self._at_hand()
         if row is self._later:
@@ -129,19 +130,19 @@ class Waves(Generic[Item]):
         return [entry.job for entry in taken], group
 
     def take_whole(self) -> Item:
-        """Return the only job, with all of its groups at once. None of them may have been handed out."""
+        """Remove and return the only job, which gets all of its groups at once. It must not have got any before."""
         _, group = self._at_hand()
         assert not group
         [job] = self.clear()
         return job
 
     def remove(self, job: Item) -> None:
-        """Remove a job: it gets no more groups. No error if it is not there."""
+        """Remove a job, so that it gets no more groups. No error if the job is not waiting."""
         self._leave(sum(row.remove(job) for row in self._wave))
         self._later.remove(job)
 
     def clear(self) -> list[Item]:
-        """Remove and return all jobs, in the order in which they came."""
+        """Remove and return all jobs, in the order in which they were added."""
         rows = [*reversed(self._wave), self._later]
         jobs = [entry.job for row in rows for entry in row.entries]
         self._wave, self._later = [_Row() for _ in self._wave], _Row()
@@ -149,7 +150,7 @@ class Waves(Generic[Item]):
         return jobs
 
     def _at_hand(self) -> tuple[_Row[Item], int]:
-        """Return the row whose turn it is, and its group. IndexError if empty."""
+        """Return the row of jobs from which to take next, and their group. IndexError if empty."""
         for group, row in enumerate(self._wave):
             if row.entries:
                 return row, group
@@ -165,49 +166,54 @@ class Waves(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much is launched at once and ahead of the link, in bytes that cross it except ``pieces`` and ``at_once``."""
+    """Limits on how much is launched at once and ahead of the link.
+
+    All limits but ``pieces`` and ``at_once`` are in bytes that cross the link.
+    """
 
     whole: int = 16 << 20
-    """A transfer up to this size is not cut into layer groups if the link is idle."""
+    """A transfer up to this size is not cut into layer groups if no other transfer waits."""
     together: int = 128 << 20
-    """The same layer group of several transfers is launched together up to this size."""
+    """Most bytes of one launch, which takes the same layer group of several transfers. One transfer may exceed it."""
     pieces: int = 256
-    """Pieces launched together, and in one call, at most.
+    """Most copies that one launch, or one call, asks the driver for.
 
-    A transfer with more is launched by the lane's thread, because the driver takes long for it.
+    The lane's thread launches a transfer with more, because the driver takes long for it.
     """
     ahead: int = 512 << 20
-    """Nothing more is launched while so much is in flight: some milliseconds of the link.
+    """While this much is in flight, some milliseconds of the link, nothing more is launched.
 
-    A quarter of it if pages are coming that would go first, as they wait for what is in flight.
+    A quarter of it is the limit if transfers are likely to come that would go before the next launch, because they
+    must wait for everything in flight.
     """
     enough: int = 64 << 20
-    """With so much in flight, a launch can wait until more of the same layer group has come."""
+    """While this much is in flight, a launch may wait for more transfers that need the same layer group."""
     behind: int = 256 << 20
-    """The lane's thread launches below this if no call came for 10 ms.
+    """While less than this is in flight, the lane's thread launches if the engine was not called for 10 ms.
 
-    Below a quarter of it the thread launches in any case, unless pages are coming, as calls do not keep the link busy.
+    Below a quarter of it the calls do not keep the link busy, and the thread launches in any case, unless transfers
+    were added just now.
     """
     at_once: int = 4
-    """Launches in one call of ``poll``, at most. A ``submit`` makes one at most, as the caller has more to submit."""
+    """Most launches in one call of ``poll``. A ``submit`` makes at most one, since its caller has more to submit."""
 
 
 AS_THEY_ARE = Pace()
 ENCODED = Pace(pieces=512)
-"""For encoded pages: a layer group of them has four pieces where that of others has one."""
+"""For encoded pages, whose layer groups consist of four pieces where those of other pages consist of one."""
 
 MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
-"""Of encoded pages that need no pieces: a launch is the same work for any number of them.
+"""For encoded pages that a kernel copies, where a launch costs the same for any number of pages.
 
-So there are few, and 40 ms of the link ahead, as whoever launches may have to wait so long for its turn. What comes
-later waits for them.
+So launches are few and large. Up to 40 ms of the link are launched ahead, because the launching thread may have to
+wait that long for its turn. The price is that transfers submitted later wait for all of it.
 """
 
 
 def pace_of(held: HostFormat, pieces: int) -> Pace:
-    """Return the pace that fits how host memory holds pages.
+    """Return the pace for the format in which host memory holds pages.
 
-    ``pieces``: copies that the driver is asked for, for each page of a layer group; 0: a kernel copies.
+    ``pieces`` is the number of copies that one page of a layer group asks the driver for, 0 if a kernel copies.
     """
     if not held.encoded:
         return AS_THEY_ARE
@@ -216,40 +222,40 @@ def pace_of(held: HostFormat, pieces: int) -> Pace:
 
 @dataclass(eq=False)
 class Job:
-    """A transfer and how far it is."""
+    """A transfer and its progress."""
 
     transfer: Transfer
     device_slots: NDArray[np.int64]
     host_slots: NDArray[np.int64]
     flights: list[Flight] = field(default_factory=list)
-    """What carries each layer group that was launched so far."""
+    """The flight of each layer group that was launched so far."""
     airborne: int = 0
     """Number of its flights that are being launched or have not landed."""
     seconds: float = 0.0
     failure: Failure | None = None
     refused: set[int] = field(default_factory=set)
-    """Positions of the pages that did not arrive because their form is wrong."""
+    """Positions in the transfer of the pages that were not copied because the source did not have the right form."""
 
     @classmethod
     def of(cls, transfer: Transfer) -> Job:
-        """Return the job of a transfer of which nothing was launched."""
+        """Return a job for a new transfer."""
         src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
         return cls(transfer, dst, src) if transfer.dst == Tier.HBM else cls(transfer, src, dst)
 
     @cached_property
     def into(self) -> frozenset[int]:
-        """Return the slots that it writes."""
+        """Return the slots that the transfer writes."""
         return frozenset(self.transfer.dst_slots)
 
     @property
     def pages(self) -> int:
-        """Return how many pages it copies."""
+        """Return the number of pages that the transfer copies."""
         return len(self.host_slots)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Copies launched together, of one layer group; ``group`` None: of all layers."""
+    """Copies launched together: those of layer group ``group``, or of all layers if it is None."""
 
     number: int
     jobs: list[Job]
@@ -260,9 +266,9 @@ class Flight:
     broken: bool = False
     landed: bool = False
     lent: bool = False
-    """A caller holds ``ended``, so it is not reused."""
+    """Whether a caller holds ``ended``, so that the event must not be reused."""
     refused: NDArray[np.int32] | None = None
-    """The flags of ``copy_routes.Route``; valid once it has landed."""
+    """The flags that ``copy_routes.Route`` returned. Valid once the flight has landed."""
 
 
 def ack_of(job: Job, page_nbytes: int) -> Ack:
@@ -278,7 +284,7 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
 
 
 def share_refused(flight: Flight) -> None:
-    """Note in each job of a flight that has landed which of its pages did not arrive."""
+    """Add to ``refused`` of each job of a landed flight the pages that were not copied."""
     if flight.refused is None or not flight.refused.any():
         return
     first = 0
@@ -309,20 +315,20 @@ class Lane:
         """Set how copies are queued.
 
         Args:
-            copy: called with a layer group (None: all layers), device slots, host slots and a stream; returns flags as
-                ``copy_routes.Route`` does.
-            streams: on which copies begin and end.
-            page_nbytes: bytes of a page as it crosses the link.
-            layers: how pages are cut; None: they go whole.
-            pieces: copies that the driver is asked for, for each page of a launch.
-            new_event: makes the events around a flight.
+            copy: Queues copies. It is called with a layer group (None for all layers), device slots, host slots and
+                a stream, and returns flags as ``copy_routes.Route`` does.
+            streams: The streams on which copies begin and end.
+            page_nbytes: Bytes of a page as it crosses the link.
+            layers: The layer groups that pages are cut into. None if pages are copied whole.
+            pieces: Number of copies that each page of a launch asks the driver for.
+            new_event: Makes the events around a flight.
         """
         self.arrived: deque[Job] = deque()
-        """Jobs that the engine has not taken in yet."""
+        """Submitted jobs that the engine has not passed to ``add`` yet."""
         self.launching = False
-        """Its thread is launching."""
+        """Whether the lane's thread is launching."""
         self.resting = False
-        """Its thread waits to be woken."""
+        """Whether the lane's thread waits to be woken."""
         self.nbytes = 0
         """Bytes in flight."""
         self._copy = copy
@@ -336,23 +342,23 @@ class Lane:
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()
         self._loading: dict[int, Job] = {}
-        """Jobs to HBM that have not ended, by transfer."""
+        """Jobs to HBM that have not ended, by transfer ID."""
         self._spare: list[TimedEvent] = []
         self._number = 0
         self._added = 0.0
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs of which something is still to be launched."""
+        """Return the number of jobs that are not launched completely."""
         return len(self._waves)
 
     @property
     def busy(self) -> bool:
-        """Return whether anything waits or is in flight."""
+        """Return whether any job waits or is in flight."""
         return bool(self.arrived or self._waves or self._flying or self.launching)
 
     def add(self, job: Job) -> None:
-        """Add a job whose host memory is page-locked, to be launched in its turn."""
+        """Add a job whose host memory is page-locked, for a launch in its turn."""
         self._waves.add(job, job.pages)
         self._added = monotonic()
         if job.transfer.dst == Tier.HBM:
@@ -360,29 +366,29 @@ class Lane:
 
     @property
     def growing(self) -> bool:
-        """Return whether jobs came just now, so that more are likely to come."""
+        """Return whether a job was added within the last 5 ms, so that more are likely to come."""
         return monotonic() - self._added < _JUST_NOW_S
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Return whether jobs that are likely to come now would go before the one to be launched next."""
+        """Return whether more jobs are likely to come now and would be launched before the next one."""
         return self._waves.open and self._waves.first()[1] > 0 and self.growing
 
     def fills(self, most_nbytes: int, most_pieces: int) -> bool:
-        """Return whether enough waits for a launch of that size."""
+        """Return whether the jobs that wait for the next layer group fill a launch of this size."""
         return self._waves.size_at_hand() >= self._most_pages(most_nbytes, most_pieces)
 
     @property
     def next_pieces(self) -> int:
-        """Return how many copies the next launch asks the driver for, at least."""
+        """Return the number of copies that the next launch asks the driver for at least."""
         return self._waves.first()[0].pages * self._pieces
 
     def pieces_of(self, flight: Flight) -> int:
-        """Return how many copies the flight asks the driver for, at most."""
+        """Return the number of copies that the flight asks the driver for at most."""
         return sum(job.pages for job in flight.jobs) * self._pieces
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
-        """Return the next flight, within ``most_nbytes`` and ``most_pieces`` but of at least one transfer."""
+        """Take the next jobs and return their flight, within both limits but of at least one transfer."""
         jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))
         return self._flight(jobs, group if self._groups > 1 else None)
 
@@ -392,7 +398,7 @@ class Lane:
 
     @property
     def alone(self) -> Job | None:
-        """Return the job that waits, if there is only one and nothing of it was launched; else None."""
+        """Return the waiting job if there is only one and no layer group of it was launched, else None."""
         job, _ = self._waves.first()
         return None if len(self._waves) > 1 or job.flights or job.airborne else job
 
@@ -401,7 +407,7 @@ class Lane:
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:
-        """Queue the copies of a flight and the event after them. May block in the driver."""
+        """Queue the copies of a flight and record its events before and after them. May block in the driver."""
         first = flight.jobs[0]
         slots, host = first.device_slots, first.host_slots
         if len(flight.jobs) > 1:
@@ -412,7 +418,7 @@ class Lane:
             try:
                 flight.refused = self._copy(flight.group, slots, host, self.stream)
             finally:
-                # After an error, too: pieces that were queued before it may still write.
+                # Recorded after an error too: pieces that were queued before the error may still write.
                 flight.ended.record(self._last)
         except RuntimeError:
             flight.broken = True
@@ -420,7 +426,7 @@ class Lane:
             _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)
 
     def launched(self, flight: Flight) -> None:
-        """Note that a flight was launched, and its events are recorded."""
+        """Note that ``launch`` has queued a flight."""
         self._flying.append(flight)
         self.nbytes += flight.nbytes
         for job in flight.jobs:
@@ -429,7 +435,7 @@ class Lane:
                 self._fail(job, Failure.IO_ERROR)
 
     def land(self) -> list[Job]:
-        """Take in the flights that have ended; return the jobs that ended with them."""
+        """Remove the flights that have ended, and return the jobs that ended with them."""
         ended: list[Job] = []
         while self._flying and self._has_ended(self._flying[0]):
             flight = self._flying.popleft()
@@ -453,7 +459,10 @@ class Lane:
         return ended
 
     def give_up(self) -> list[Job]:
-        """Launch nothing more: fail and return the jobs of which nothing is in flight. The others fail as they land."""
+        """Fail all jobs that are not launched completely, and return those with no copies in flight.
+
+        ``land`` returns the others when their copies have ended.
+        """
         left = self._waves.clear()
         for job in left:
             job.failure = Failure.CLOSED
@@ -465,11 +474,11 @@ class Lane:
         return over
 
     def idle(self) -> bool:
-        """Return whether nothing that was launched is still running. The flights stay for ``land``."""
+        """Return whether all launched copies have ended. Their flights remain until ``land`` removes them."""
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
     def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
-        """Return how far the loads of this layer are, of those slots that this lane loads, and the other slots."""
+        """Return the progress of this layer in the slots that this lane loads, and the slots it does not load."""
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None
         left = set(slots)
@@ -515,7 +524,7 @@ class Lane:
 
 
 def _seconds(flight: Flight) -> float:
-    """Return the seconds that a flight took. If the device cannot tell, the flight has failed."""
+    """Return the seconds that a flight took. If the device cannot tell, mark the flight as broken and return 0."""
     if not flight.broken:
         try:
             return flight.begun.elapsed_time(flight.ended) / 1e3
@@ -528,5 +537,5 @@ def _seconds(flight: Flight) -> float:
 def _happened(event: TimedEvent) -> bool:
     try:
         return has_happened(event)
-    except RuntimeError:  # the device has failed: nothing runs there any more
+    except RuntimeError:  # the device has failed, so no copy runs there any more
         return True

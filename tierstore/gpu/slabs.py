@@ -1,17 +1,17 @@
-"""Slabs: staging buffers in HBM for pages that cross the link in another form than device memory has them.
+"""Slabs: staging buffers in HBM for pages that cross the link in a form other than that in device memory.
 
-A slab consists of rows. A row holds a page, or some layers of one, as it crosses the link: an engine's scattered
-pieces side by side, or the payload of a codec. Whole rows cross the link at its full speed, and kernels turn them into
-pages at the speed of HBM, on a stream of their own, while the next slab fills (the idea of LMCache's and vLLM's staging
-buffers). There is one mechanism for all of them:
+A slab consists of rows. A row holds a page, or some layers of one, as it crosses the link: the scattered pieces of
+an engine's page packed together, or the payload of a codec. Whole rows cross the link at its full speed. Kernels turn
+them into pages at the speed of HBM, on a stream of their own, while the next slab fills (the idea of LMCache's and
+vLLM's staging buffers). All forms of rows use the same mechanism:
 
 - ``Ring``: the slabs of one direction, used in turn, and the events between the link and the kernels.
-- ``RowCoder``: turns rows into pages and back. ``ByPieces`` and ``ByLayers`` move bytes as they are, the former by the
-  copy kernel, the latter by torch's kernels; ``quant.coder.Coder`` encodes and decodes.
+- ``RowCoder``: turns rows into pages and pages into rows. ``ByPieces`` moves bytes unchanged with the copy kernel,
+  ``ByLayers`` with torch's kernels. ``quant.coder.Coder`` encodes and decodes.
 - ``SlabCopies``: copies pages, or some layers of them, through a ring with a coder.
-- ``SlabRoute``: the route made of these. Its loads may do without slabs, see ``Loads``.
+- ``SlabRoute``: the route made of these. Its loads may bypass the slabs, see ``Loads``.
 
-Everything is queued; nothing waits.
+Copies are only queued; no call waits for them.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 SLABS = 2
-"""Slabs of a ring: one is coded while the other crosses the link."""
+"""Number of slabs in a ring: kernels work on one while the other crosses the link."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Card(Protocol):
-    """What a ring and its coders need of torch besides streams and kernels."""
+    """The functions of torch that a ring and its coders need besides streams and kernels."""
 
     def event(self) -> Any:
-        """Return a new event: ``torch.cuda.Event``, or what has its ``record`` and can be waited for by the streams."""
+        """Return a new ``torch.cuda.Event``, or an object with its ``record`` that streams can wait for."""
         ...
 
     def zeros(self, nbytes: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Card(Protocol):
         ...
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """Return a copy on the device, which is there once the current stream gets there."""
+        """Queue a copy of ``slots`` to the device on the current stream, and return the tensor it fills."""
         ...
 
     def flags(self, pages: int) -> torch.Tensor:
@@ -81,11 +81,11 @@ class TorchCard:
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
         """See ``Card``."""
-        # Pinned by torch, which gives the memory to nobody else before this stream has read it.
+        # Torch pins this memory and does not reuse it before the stream has read it.
         return torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """Return zeros in page-locked memory: a kernel writes them itself, hardly ever, and nothing is copied back."""
+        """Return zeros in page-locked memory. Kernels write there directly, but rarely, so no copy back is needed."""
         return torch.zeros(pages, dtype=torch.int32, pin_memory=True)
 
     @contextmanager
@@ -98,8 +98,9 @@ class TorchCard:
 class Batch(NamedTuple):
     """The pages of one load or save.
 
-    ``slots``: int64 ``[pages]`` on the host. ``on_device``: the same on the device; None where the coder does not read
-    it. ``flags``: int32 zeros ``[pages]``; None where no page can fail because of its form.
+    ``slots`` is int64 ``[pages]`` on the host. ``on_device`` has the same values on the device; None if the coder
+    does not read them there. ``flags`` is int32 ``[pages]``, initially 0; the coder sets the entry of a page that it
+    cannot encode or decode. None if that cannot happen.
     """
 
     slots: NDArray[np.int64]
@@ -108,9 +109,9 @@ class Batch(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one slab holds of a batch: pages ``[first, first + pages)`` are its first rows, flat uint8 ``rows``.
+    """The part of a batch that one slab holds: pages ``[first, first + pages)``, in that many first rows.
 
-    Work on it is queued on ``stream``, which is the current one too.
+    ``rows`` is the slab, flat uint8. Work on the share is queued on ``stream``, which is also the current stream.
     """
 
     batch: Batch
@@ -121,93 +122,93 @@ class Share(NamedTuple):
 
 
 class RowCoder(Protocol):
-    """Turns the rows of a slab into pages in device memory, and pages into rows. Queues; never waits."""
+    """Turns the rows of a slab into pages in device memory, and pages into rows. It queues work and never waits."""
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return the batch of these slots, with what the coder needs of it on the device."""
+        """Return the batch of these slots. Copy them to the device if the coder reads them there."""
         ...
 
     def decode(self, share: Share) -> None:
-        """Turn the rows into pages."""
+        """Queue the work that turns the rows into pages."""
         ...
 
     def encode(self, share: Share) -> None:
-        """Turn the pages into rows."""
+        """Queue the work that turns the pages into rows."""
         ...
 
 
 class PieceMover(Protocol):
-    """Moves the pieces of slots to and from pages at given addresses of the device, as ``copy_kernel.Pieces`` does."""
+    """Moves the pieces of slots to and from pages at given device addresses. ``copy_kernel.Pieces`` is one."""
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Move the pages into the slots."""
+        """Queue copies of the pages at the addresses ``pages`` into the slots."""
         ...
 
     def gather(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Move the slots to the pages."""
+        """Queue copies of the slots to the pages at the addresses ``pages``."""
         ...
 
 
 class ByPieces:
-    """A ``RowCoder`` that moves bytes as they are, all pieces of all slots in one launch."""
+    """A ``RowCoder`` that moves bytes unchanged, all pieces of all slots in one launch."""
 
     def __init__(
         self, inward: PieceMover, outward: PieceMover | None, stride: int, *, offset: int = 0
     ) -> None:
-        """Set the movers, one a direction, and where in a slab the pages are.
+        """Set a mover per direction, and the position of the pages in a slab.
 
         Args:
-            inward: moves pieces into slots.
-            outward: moves the same pieces out of slots; None: for loads only.
-            stride: bytes from row to row.
-            offset: byte of the page that a row begins with; not 0 for rows that hold some layers.
+            inward: Moves pieces into slots.
+            outward: Moves the same pieces out of slots. None for a coder that only loads.
+            stride: Bytes from row to row.
+            offset: Offset in the page of the first byte of a row. May be above 0 if rows hold only some layers.
         """
         self._inward, self._outward = inward, outward
         self._stride, self._offset = stride, offset
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return the slots alone: the movers read them in page-locked memory of their own."""
+        """Return a batch with only the slots, because the movers put them into page-locked memory themselves."""
         return Batch(slots)
 
     def decode(self, share: Share) -> None:
-        """Move the rows into the slots."""
+        """Queue copies of the rows into the slots."""
         self._inward.scatter(_slots(share), self._pages(share), share.stream)
 
     def encode(self, share: Share) -> None:
-        """Move the slots into the rows."""
+        """Queue copies of the slots into the rows."""
         assert self._outward is not None
         self._outward.gather(_slots(share), self._pages(share), share.stream)
 
     def _pages(self, share: Share) -> NDArray[np.int64]:
-        """Where whole pages would begin: a mover adds to it where in the page a piece lies."""
+        """Return the addresses at which whole pages would begin. A mover adds the offset of each piece in its page."""
         begin = share.rows.data_ptr() - self._offset
         return begin + np.arange(share.pages, dtype=np.int64) * self._stride
 
 
 class ByLayers:
-    """A ``RowCoder`` that moves bytes as they are by torch's own kernels, one or two launches a layer.
+    """A ``RowCoder`` that moves bytes unchanged with torch's own kernels, in one or two launches per layer.
 
-    It takes any strides, and needs no other library.
+    It works with any strides and needs no library but torch.
     """
 
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout) -> None:
-        """``layers``: an engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence a KV group."""
+        """Set the engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence per KV group."""
         self._engine = [[_as_integers(layer) for layer in group] for group in layers]
         self._layout = layout
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return the slots with a copy on the device."""
+        """Return a batch with the slots and a copy of them on the device."""
         return Batch(slots, card.uploaded(slots))
 
     def decode(self, share: Share) -> None:
-        """Copy the rows into the layers."""
+        """Queue copies of the rows into the layers."""
         index = self._index(share)
         for staged, layers in zip(self._views(share.rows), self._engine, strict=True):
             for i, layer in enumerate(layers):
                 layer.index_copy_(0, index, staged[: share.pages, i])
 
     def encode(self, share: Share) -> None:
-        """Copy the layers into the rows."""
+        """Queue copies of the layers into the rows."""
         index = self._index(share)
         for staged, layers in zip(self._views(share.rows), self._engine, strict=True):
             for i, layer in enumerate(layers):
@@ -226,7 +227,7 @@ class ByLayers:
 
 
 class Slab(NamedTuple):
-    """One slab of a ring: its number, its bytes, and the event of its last use (not recorded before the first)."""
+    """One slab of a ring: its number, its bytes, and the event after its last use, unrecorded before the first."""
 
     number: int
     rows: torch.Tensor
@@ -234,20 +235,20 @@ class Slab(NamedTuple):
 
 
 class Ring:
-    """The slabs of one direction, used in turn, and the stream of the kernels that code their rows.
+    """The slabs of one direction, used in turn, and the stream of the kernels that work on their rows.
 
-    Copies of one direction at a time: whoever launches them does so in order.
+    Not thread-safe: copies must be queued one after another.
     """
 
     def __init__(self, nbytes: int, stream: torch.cuda.Stream, card: Card) -> None:
-        """``nbytes``: of a slab. ``stream``: of the kernels."""
+        """Allocate the slabs, ``nbytes`` each. ``stream`` is the stream of the kernels."""
         self.nbytes = nbytes
         self.stream = stream
         self.card = card
-        # Zeros: what follows a payload in its row crosses the link, and nobody's bytes are to be in it.
+        # Zeroed, because bytes after a payload in its row cross the link too and must not be old data of others.
         self.memory = card.zeros(SLABS * nbytes)
         self.ready = card.event()
-        """Recorded where the rows of a slab are complete; waited for by who takes them on."""
+        """Recorded when the rows of a slab are complete. The stream that reads the rows waits for it."""
         self._slabs = [
             Slab(i, self.memory[i * nbytes : (i + 1) * nbytes], card.event()) for i in range(SLABS)
         ]
@@ -255,26 +256,26 @@ class Ring:
 
     @classmethod
     def open(cls, nbytes: int, driver: Driver, device: torch.device) -> Ring:
-        """Return a ring in memory of the device, with a new stream. Blocks until the slabs are zeroed."""
+        """Return a ring in device memory, with a new stream. Blocks until the slabs are zeroed."""
         ring = cls(nbytes, driver.stream(device.index), TorchCard(device))
-        ring.memory.record_stream(ring.stream)  # should the store be dropped with copies on their way
-        torch.cuda.current_stream(device).synchronize()  # zeros are there before another stream looks
+        ring.memory.record_stream(ring.stream)  # in case the store is dropped with copies in flight
+        torch.cuda.current_stream(device).synchronize()  # zero the slabs before another stream uses them
         return ring
 
     @property
     def addresses(self) -> list[int]:
-        """Where each slab begins in device memory."""
+        """Return the device address of each slab."""
         return [self.memory.data_ptr() + i * self.nbytes for i in range(SLABS)]
 
     def turn(self) -> Slab:
-        """Return the next slab. Wait for its ``free`` before writing it, and record that after its last use."""
+        """Return the next slab. Wait for its ``free`` before you write to it; record ``free`` after its last use."""
         at = self._next
         self._next = (at + 1) % SLABS
         return self._slabs[at]
 
 
 class Carrier(Protocol):
-    """A route between rows of a slab, by their numbers, and host memory, by addresses of pages."""
+    """A route between rows of a slab, given by number, and pages in host memory, given by address."""
 
     pieces: int
 
@@ -294,14 +295,14 @@ class Carrier(Protocol):
 class Loads(Protocol):
     """Loads of pages, or of some layers of them.
 
-    Two ways, as each wins somewhere by measurement: ``SlabCopies`` where DMA brings rows that kernels spread or decode,
-    and ``quant.encoded_routes.MappedLoads`` where a kernel reads payloads in host memory.
+    With ``SlabCopies``, DMA fills rows, which kernels spread or decode. With ``quant.encoded_routes.MappedLoads``, a
+    kernel reads payloads in host memory. Measurements show that each is faster for some pages.
     """
 
     pieces: int
-    """Copies that the driver is asked for, for each page."""
+    """Number of copies that each page asks the driver for."""
     ends_on: torch.cuda.Stream | None
-    """Stream of the last work; None: the stream that ``load`` is given."""
+    """The stream on which loads end. None if it is the stream that ``load`` is given."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
@@ -314,13 +315,13 @@ class SlabCopies:
     """Copies of pages, or of some layers of them, through the slabs of a ring."""
 
     def __init__(self, ring: Ring, coder: RowCoder, stride: int, carriers: Sequence[Carrier]) -> None:
-        """Set what the rows are, and how they cross the link.
+        """Set the form of the rows, and how they cross the link.
 
         Args:
-            ring: its slabs, which other copies of the same direction may use too.
-            coder: between rows and pages.
-            stride: bytes from row to row.
-            carriers: between the rows of each slab and host memory, in the order of the slabs.
+            ring: The slabs. Other copies of the same direction may use them too.
+            coder: Turns rows into pages and pages into rows.
+            stride: Bytes from row to row.
+            carriers: For each slab, in order, the route between its rows and host memory.
         """
         self.ring, self.coder = ring, coder
         self.pieces = carriers[0].pieces
@@ -331,11 +332,11 @@ class SlabCopies:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies from host memory to the slots; they cross on ``stream`` and end on the ring's.
+        """Queue copies from host memory to the slots. They cross on ``stream`` and end on the ring's stream.
 
         Returns:
-            int32 ``[len(slots)]``, not 0 where memory held no page of the coder's form, once the copies have ended;
-            None where every form is right.
+            int32 ``[len(slots)]``, not 0 for pages that the coder cannot decode, valid once the copies have
+            ended; None where it can decode every page.
         """
         ring, kernels, most = self.ring, self.ring.stream, len(self._numbers)
         with ring.card.using(kernels):
@@ -354,7 +355,7 @@ class SlabCopies:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies from the slots to host memory; they end on ``stream``.
+        """Queue copies from the slots to host memory. They end on ``stream``.
 
         Returns:
             int32 ``[len(slots)]``, not 0 for pages that the coder cannot represent, valid once the copies
@@ -376,7 +377,7 @@ class SlabCopies:
 
 
 class SlabRoute:
-    """A route (see ``copy_routes.Route``) to and from slots through slabs, pages as they are or encoded."""
+    """A route (see ``copy_routes.Route``) to and from slots through slabs, for unchanged or encoded pages."""
 
     pieces = 1
 
@@ -388,14 +389,14 @@ class SlabRoute:
         layers: LayerGroups | None = None,
         groups: Sequence[Sequence[Loads]] = (),
     ) -> None:
-        """Set how pages go.
+        """Set the copies that the route consists of.
 
         Args:
-            name: for ``stats()``.
-            loads: of whole pages.
-            saves: of whole pages.
-            layers: how pages are cut; None: they are loaded whole.
-            groups: the loads that each of ``layers`` consists of.
+            name: The name of the route in ``stats()``.
+            loads: Loads of whole pages.
+            saves: Saves of whole pages.
+            layers: The layer groups that pages are cut into. None if pages are only loaded whole.
+            groups: For each of ``layers``, its loads.
         """
         self.name = name
         self.layers = layers
@@ -418,8 +419,8 @@ class SlabRoute:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of one group of ``layers``, host to device; as ``load``."""
-        flags = None  # encoded pages have one part a group, others no flags
+        """Queue copies of one group of ``layers``, host to device. Keep the returned array as for ``load``."""
+        flags = None  # a group of encoded pages has one part; other pages have no flags
         for part in self._groups[group]:
             flags = part.load(slots, host, stream)
         return flags
@@ -436,5 +437,5 @@ def _slots(share: Share) -> NDArray[np.int64]:
 
 
 def _as_integers(layer: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that every kernel knows."""
+    """Return a view of the same bytes in an integer dtype, which every kernel supports."""
     return layer.view(_INTEGERS[layer.element_size()])

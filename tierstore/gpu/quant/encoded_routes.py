@@ -52,44 +52,45 @@ _log = logging.getLogger("tierstore.gpu.coded_path")
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
 """How loads through slabs are cut into layer groups.
 
-Nothing hides what is computed after the last group has come, so that group has fewer layers; with far fewer the host
-could not launch the groups before it in time. Each group has scales of its own: two small pieces for each page, or more
-where smallest numbers are stored, which take the link one and the host three microseconds each. Pages of 2 MiB in two
-groups came at half the speed of whole ones. Sizes are those of pages before encoding.
+No load can overlap with the computation of the last group's layers, so that group has fewer layers. With far fewer,
+the host could not launch the groups before it in time. Each group has scales of its own. They add two small pieces
+per page, or more if the codec stores smallest numbers too. Such a piece takes the link 1 us and the host 3 us. Pages
+of 2 MiB loaded in two groups reached half the throughput of whole pages. Sizes are those of pages before encoding.
 """
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""How loads are divided if a kernel reads payloads in host memory (see ``MappedLoads``).
+"""How loads are cut into layer groups if a kernel reads payloads in host memory (see ``MappedLoads``).
 
-A layer group then costs one more launch for hundreds of pages, and nothing else.
+A layer group then costs only one more launch for hundreds of pages.
 """
 
 MAPPED_NBYTES = 64 << 10
-"""Bytes of codes that a layer has of K, or of V, in a page, at least, for ``MappedLoads``.
+"""Least bytes of codes that a page must have for the K, or the V, of one layer to be loaded by ``MappedLoads``.
 
-With less the kernel is slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 0.67 of the link.
+With fewer the kernel is slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 67 % of the link's speed.
 """
 
 
 UP_NBYTES = 192 << 20
-"""Bytes of the pages whose payloads a slab of loads holds; and its own at most.
+"""Size of a slab for loads: the bytes, before encoding, of the pages it holds. Also the most bytes of the slab.
 
-What the engine launches at once goes through one slab, three quarters of the layers of 32 large pages too: a round of
-its own costs the caller a call of the driver and a launch.
+The pages that the engine launches together fit one slab, even three quarters of the layers of 32 large pages. A
+second slab would cost the caller a driver call and a kernel launch.
 """
 
 DOWN_NBYTES = 64 << 20
-"""As ``UP_NBYTES``, for saves, for which nobody waits."""
+"""As ``UP_NBYTES``, but for saves. The slab is smaller because no request waits for saves."""
 
 _ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """Layers ``[first, end)`` of an encoded page, which lie in a slab as the payload of a page that has these only.
+    """Layers ``[first, end)`` of an encoded page. In a slab they are the payload of a page with only these layers.
 
-    ``layout``: of such a page. ``stride``: bytes between such payloads in a slab. ``pieces``: of each its place in such
-    a payload, its place in the whole one, and its length, in bytes.
+    ``layout`` is the layout of such a page, ``stride`` the bytes from one of its payloads to the next in a slab.
+    ``pieces`` has the offset of each piece in that payload, its offset in the payload of the whole page, and its
+    length, in bytes.
     """
 
     first: int
@@ -100,7 +101,10 @@ class EncodedPart:
 
 
 def parts_of(held: HostFormat, layers: LayerGroups) -> list[EncodedPart]:
-    """Return the part of each layer group; none for pages of several KV groups, or with bytes that are not encoded."""
+    """Return the part of each layer group.
+
+    The list is empty if pages are not cut, have several KV groups, or have bytes that are not encoded.
+    """
     codec, layout = LOSSY[held.codec], held.layout
     whole = PayloadLayout.of(layout, codec)
     if len(layers) == 1 or len(layout.specs) > 1 or whole.kept_nbytes != _scales_nbytes(whole):
@@ -126,7 +130,10 @@ def _scales_nbytes(places: PayloadLayout) -> int:
 
 
 def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
-    """Where scales, smallest numbers and codes of each plane begin, and their lengths; no empty ones."""
+    """Yield offset and length of the scales and smallest numbers of each plane, then of the codes of each.
+
+    Scales and smallest numbers of length 0 are left out.
+    """
     at = 0
     for plane in places.planes:
         for nbytes in (plane.scale_nbytes, plane.floor_nbytes):
@@ -142,10 +149,11 @@ def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
 def encoded_route(
     pool: OwnPool | EnginePool, held: HostFormat, driver: Driver, device: torch.device
 ) -> Route | str:
-    """Return the route between these slots and host slots of ``held``, or why the card cannot code these pages.
+    """Return the route between slots of ``pool`` and host slots of ``held``.
 
-    Compiles kernels, which takes seconds the first time on a machine. Where the card cannot code, a warning is logged:
-    the CPU codes the pages then, far below the speed of the link.
+    If the card cannot encode and decode these pages, return a string explaining why and log a warning, because the
+    CPU then does it, far below the speed of the link. Compiles kernels, which takes seconds the first time on a
+    machine.
     """
     coder = _coder(pool, held, device)
     if isinstance(coder, str):
@@ -163,24 +171,26 @@ def encoded_route(
 
 
 class MappedLoads:
-    """Loads of pages, or of some of their layers, whose payloads a kernel reads in page-locked host memory.
+    """Loads of pages, or of some of their layers, by a kernel that reads payloads in page-locked host memory.
 
-    They begin and end on the stream that they are given. See ``slabs.Loads``.
+    They begin and end on the stream that ``load`` is given. See ``slabs.Loads``.
     """
 
     pieces = 0
     ends_on: torch.cuda.Stream | None = None
 
     def __init__(self, coder: Coder, card: Card, layers: tuple[int, int] | None = None) -> None:
-        """``coder``: one with a grid. ``layers``: first and end; None: all."""
+        """Set the coder, which must have a grid, and the layers ``[first, end)`` to load, None for all."""
         self._coder, self._card, self._layers = coder, card, layers
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32]:
-        """Queue the copies. A page's entry of what is returned becomes 1 if it came from no payload.
+        """Queue the copies.
 
-        Keep that until the copies have ended: the kernel reads the memory that it is in.
+        Returns:
+            int32 ``[len(slots)]``, not 0 for pages whose host memory holds no payload of the codec, valid once the
+            copies have ended. Keep the array until then, because the kernel reads its table from the same memory.
         """
         with self._card.using(stream):
             table, flags = fetch_table(self._card, len(slots))
@@ -192,16 +202,16 @@ class MappedLoads:
 
 
 def fetch_table(card: Card, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table and flags for ``Coder.fetch`` in one piece of memory: whoever keeps the flags keeps both."""
-    # Not uploaded: two calls more, each of which may hand Python's lock to another thread.
+    """Return a table and flags for ``Coder.fetch``. They share their memory, so keeping the flags keeps both."""
+    # The table is not uploaded: that takes two more calls, and each may hand the GIL to another thread.
     memory = card.flags(5 * pages)
     return memory[: 4 * pages].view(torch.int64), memory[4 * pages :]
 
 
 def mapped_route(name: str, coder: Coder, saves: SlabCopies, layers: LayerGroups) -> SlabRoute:
-    """Return the route whose loads go by ``MappedLoads``.
+    """Return a route that loads by ``MappedLoads`` and saves by ``saves``.
 
-    ``layers``: how pages of one KV group are cut; one group: pages are loaded whole.
+    ``layers`` are the layer groups that pages are cut into. If there is only one, pages are loaded whole.
     """
     card = saves.ring.card
     whole = MappedLoads(coder, card)
@@ -252,12 +262,12 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Return the bytes of a slab with as many one-page rows as fit ``nbytes`` (see ``UP_NBYTES``), at least one."""
+    """Return the bytes of a slab with as many rows of whole pages as fit ``nbytes`` (see ``UP_NBYTES``), at least 1."""
     return max(1, nbytes // max(held.layout.blob_nbytes, held.slot_nbytes)) * held.slot_nbytes
 
 
 def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: torch.device) -> SlabCopies:
-    """Return the copies of whole payloads; each has the length of a host slot."""
+    """Return the copies of whole payloads, in rows of the length of a host slot."""
     carriers = [_carrier(at, held.slot_nbytes, driver, device) for at in ring.addresses]
     return SlabCopies(ring, coder, held.slot_nbytes, carriers)
 
@@ -265,7 +275,10 @@ def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: t
 def _by_layers(
     pool: OwnPool | EnginePool, held: HostFormat, ring: Ring, driver: Driver, device: torch.device
 ) -> tuple[LayerGroups | None, list[list[SlabCopies]]]:
-    """Return the loads by layers, if pages are large and all of their bytes are encoded; else none."""
+    """Return layer groups and their loads, or None and an empty list if pages are only loaded whole.
+
+    Pages are loaded by layer groups if they are large and all of their bytes are encoded.
+    """
     from tierstore.gpu.quant import codec_kernels
 
     found = _lots(pool, held)
@@ -288,7 +301,7 @@ def _by_layers(
 
 
 def _any_share(held: HostFormat, device: torch.device) -> Share:
-    """Return a share of the form that all shares have, to compile for."""
+    """Return a share to compile kernels for. Its tensors have the same types as those of all other shares."""
     slots = np.zeros(1, dtype=np.int64)
     flags = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     rows = torch.zeros(held.slot_nbytes, dtype=torch.uint8, device=device)
@@ -297,7 +310,10 @@ def _any_share(held: HostFormat, device: torch.device) -> Share:
 
 
 def _carrier(address: int, nbytes: int, driver: Driver, device: torch.device) -> Carrier:
-    """Return the carrier between rows of a slab and host memory: by DMA, or by the copy kernel for small payloads."""
+    """Return the carrier between rows of a slab and host memory.
+
+    It copies by DMA, or for small payloads by DMA or the copy kernel, whichever is faster.
+    """
     rows = addresses.row_segments(address, nbytes, [(0, 0, nbytes)])
     straight = DmaRoute(rows, driver)
     if nbytes > SIZES[-1] or not KernelRoute.suits(rows):
