@@ -1,7 +1,7 @@
-"""``TierStore``: one directory and one mover in one process, behind one lock, and the bodies of its calls.
+"""``TierStore``, the store of one process: a directory and a mover behind one lock.
 
-They cover pages of the store's own HBM and of an engine's, hints and moves that callers ask for, ``flush``, ``drain``
-and ``close``. The decisions are made in ``directory``. Each call does a bounded amount of work per hold of the lock.
+The module has the bodies of its calls, for pages of the store's own HBM and of an engine's. ``directory`` makes the
+decisions. Each call does a bounded amount of work per hold of the lock.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OwnSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """See ``TierStore.put``. Works in chunks, one per hold of the lock; under an exact lease it may end early."""
+        """See ``TierStore.put``. Works in chunks, one per hold of the lock. Under an exact lease it may end early."""
         slots = slot_numbers(slots)
         require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
@@ -131,7 +131,7 @@ class OwnSlots:
             raise ConfigError("acquire(into=...) needs hbm.owner: engine, but the store owns HBM here")
 
     def _try_allocate(self, n: int) -> list[int]:
-        """Return ``n`` slots or none. Tries again at once if space was made, in batches."""
+        """Return ``n`` slots or none. If a try fails but frees space, try again at once, a limited number of times."""
         for _ in range(2 + n // BATCH_PAGES):
             slots, made_room = self._take(n)
             if slots or not made_room:
@@ -139,10 +139,10 @@ class OwnSlots:
         return []
 
     def _take(self, n: int) -> tuple[list[int], bool]:
-        """Take ``n`` slots in chunks. If the rest is unavailable, all are given back.
+        """Take ``n`` slots in chunks. If fewer are available, give all of them back.
 
         Returns:
-            The slots, or an empty list; and if it is empty, whether more space was made meanwhile.
+            The slots, or an empty list; and in the latter case, whether the call has made more space.
         """
         slots: list[int] = []
         made_room = False
@@ -171,7 +171,7 @@ class OwnSlots:
 
 
 class EngineSlots:
-    """Slots of an engine's tensors. The store copies pages out of them and into them, and owns none."""
+    """Slots of an engine's tensors. The store copies pages out of them and into them, but owns none of them."""
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
@@ -192,7 +192,7 @@ class EngineSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """See ``TierStore.put``. The pages are copied out, and the slots stay the engine's."""
+        """See ``TierStore.put``. The pages are copied out, and the engine keeps the slots."""
         with self._pump.lock, self._pump.guard:
             parent = last_key(lease) if parent is None else parent
             doubted = lease is not None and lease.inexact
@@ -225,7 +225,7 @@ class EngineSlots:
         raise _not_ours("free")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
-        """Return the slots that the engine chose for a lease. ValueError unless it names one per key."""
+        """Return the slots that the engine chose for a lease. ValueError unless ``into`` has one slot per key."""
         if into is None or len(into) != len(keys):
             raise ValueError(
                 f"into must name one slot per key when an engine owns HBM, got {into!r:.60} for {len(keys)} keys"
@@ -249,7 +249,7 @@ def _not_ours(verb: str) -> ConfigError:
 
 
 _LOOKED_UP = 1024
-"""Keys that are looked up in one hold of the lock."""
+"""Number of keys to look up in one hold of the lock."""
 
 
 def _require_hints(*hints: object) -> None:
@@ -269,24 +269,24 @@ _FLUSH_STALL_S = 10.0
 
 
 class Flush:
-    """A flush: what it sends to disk, and the wait until that and all erases before it are durable.
+    """One flush: the pages it sends to disk, and the wait until they and all erases before it are durable.
 
-    The wait gives up for good after 10 s without progress. Progress is a page of the flush, a write or an erase of any
-    page on disk, or a single write within a batch.
+    The wait gives up for good after 10 s without progress. A settled page of the flush, a write or an erase of any page
+    on disk, and a single write within a batch count as progress.
     """
 
     def __init__(self, pump: Pump, ticket: Ticket) -> None:
-        """Wait for the pages of ``ticket``; an empty one waits for erases alone."""
+        """Prepare to wait for the pages of ``ticket``. With an empty ticket, only erases are awaited."""
         self.ticket = ticket
         """Counts the pages of this flush that are not settled."""
         self.over = False
-        """Whether it gave up."""
+        """Whether the flush gave up."""
         self._pump = pump
         self._last, self._since = self._moved(), monotonic()
 
     @classmethod
     def of_unsaved(cls, pump: Pump) -> Flush:
-        """Start to write every readable page that is not on disk, whatever admission says."""
+        """Start to write every readable page that is not on disk, even those that admission would not write."""
         with pump.lock, pump.guard:
             pump.directory.admission.insist_on_all()
         try:
@@ -296,7 +296,7 @@ class Flush:
                 pump.directory.admission.insisted()
 
     def result(self) -> FlushResult:
-        """Wait until every page is durable or failed, and every erase before now is durable, or give up."""
+        """Wait until every page is durable or failed and every earlier erase is durable, or give up."""
         self._until(lambda: self.ticket.open == 0)
         erases, synced = self._until_durable()
         arrived = self.ticket.arrived if synced else 0
@@ -358,13 +358,13 @@ def _send_down(pump: Pump) -> Ticket:
 
 
 class TierStore:
-    """A KV cache in tiers. All methods are thread-safe, and none waits while holding the store's lock.
+    """A tiered KV cache. All methods are thread-safe, and none waits while it holds the store's lock.
 
     A cache miss is a value, never an exception. After ``close`` every call raises StoreClosed.
     """
 
     def __init__(self, config: StoreConfig, parts: Parts, wakeup: Wakeup, *, pump: bool) -> None:
-        """Take over opened parts. Use ``open``."""
+        """Take over opened parts. Callers use ``open``."""
         self.metrics = parts.metrics
         self._config = config
         self._parts = parts
@@ -378,7 +378,7 @@ class TierStore:
             EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump, layout.page_nbytes)
         )
         self._lock, self._guard = self._pump.lock, self._pump.guard
-        self._closing = RLock()  # a signal's handler may close in the middle of a close
+        self._closing = RLock()  # a signal handler may call ``close`` in the middle of ``close``
         if pump:
             self._pump.start()
 
@@ -390,10 +390,10 @@ class TierStore:
 
         Args:
             config: The configuration, from ``load_config``.
-            spec: The geometry of the pages; a sequence of KV groups that share each page.
+            spec: The geometry of the pages, or a sequence with that of each KV group if several share each page.
             pump: Whether a thread of the store makes progress between calls. With False nothing happens between calls,
-                and the host calls ``poll`` in each step. ``match``, ``keys``, ``explain`` and ``stats`` only look; all
-                other calls process finished work.
+                and the caller must call ``poll`` in each step. ``match``, ``keys``, ``explain`` and ``stats`` only
+                look; all other calls process finished work.
 
         Raises:
             ConfigError: The configuration does not fit the pages or this machine. Nothing was changed.
@@ -414,7 +414,7 @@ class TierStore:
             except BaseException:
                 parts.close()
                 raise
-        except RuntimeError as error:  # no thread, or no memory, is to be had
+        except RuntimeError as error:  # the system gives no thread or no memory
             raise ConfigError(
                 f"the store cannot be opened, because the machine lacks a thread or memory: {error}"
             ) from error
@@ -429,7 +429,7 @@ class TierStore:
         Args:
             token_ids: The tokens of the sequence, from its start.
             salt: Separates the keys of tenants.
-            extra: What K/V depend on besides the tokens, such as adapters and images.
+            extra: Everything else that K/V depend on, such as adapters and images.
         """
         self._pump.require_open()
         layout = self._parts.layout
@@ -445,9 +445,9 @@ class TierStore:
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """The HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
+        """Return the HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
 
-        With KV groups ``pages[slot]`` is a tuple of tensors. Raises ConfigError if an engine owns HBM.
+        With several KV groups ``pages[slot]`` is a tuple of tensors. ConfigError if an engine owns HBM.
         """
         self._pump.require_open()
         if self._parts.pool is None:
@@ -457,11 +457,11 @@ class TierStore:
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
         """Return ``n`` HBM slots, owned by the caller, with undefined contents.
 
-        Takes free slots, then slots of pages that are readable in a lower tier, then saves victims to lower tiers and
-        waits up to ``timeout_s``.
+        The call takes free slots first, then slots of pages that are readable in a lower tier. If these are too few, it
+        saves victims to lower tiers and waits up to ``timeout_s``.
 
         Raises:
-            CapacityError: ``n`` exceeds HBM, or it timed out. Nothing was taken.
+            CapacityError: ``n`` exceeds HBM, or the call timed out. Nothing was taken.
             TypeError: An argument is not a number, in this and every other call.
             ValueError: An argument is negative or NaN, in this and every other call.
         """
@@ -480,26 +480,26 @@ class TierStore:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """Seal filled pages: they belong to the store and can be matched on return.
+        """Seal filled pages. On return they belong to the store and can be matched.
 
-        If a key is already readable in HBM, its slot is returned and yours is freed after ``after``. A copy in HBM that
-        another caller is still writing stays under a lease, whose ``wait`` and ``ready`` say when it is written;
-        without a lease it gives way, and your slot is returned. With engine-owned HBM the pages are copied out, your
-        slots are returned, and ``poll`` says when they are free.
+        If a key is already readable in HBM, its present slot is returned, and yours is freed after ``after``. Another
+        caller may still be writing that copy. With ``lease`` the copy stays, and ``wait`` and ``ready`` of the lease
+        tell when it is written; without ``lease`` your slot replaces it and is returned. With engine-owned HBM the
+        pages are copied out, your slots are returned, and ``poll`` reports when they are free.
 
         Args:
             keys: The keys; ``keys[i]`` is the parent of ``keys[i + 1]``.
             slots: The slot of each page.
             after: The event that ends the writing. None on CUDA means everything launched so far on the caller's
                 current stream.
-            lease: Keeps the pages pinned until its release. An exact lease holds only exact pages: the put ends before
-                a key of which memory has a copy in use that is not exact. Fewer slots are returned then, and the rest
-                stays yours.
-            memory_only: Pages that no tier holds yet are never written to NVMe; they are dropped if memory is needed. A
-                page that is held already stays as it is. The restriction ends when the page, or one after it, is put
-                without it.
+            lease: A lease that keeps the pages pinned until its release. An exact lease holds only exact pages: the put
+                ends before the first key that has an inexact copy in use in memory. Fewer slots are then returned, and
+                the remaining ones stay yours.
+            memory_only: Never write pages that no tier holds yet to NVMe, but drop them if memory is needed. A page
+                that some tier already holds stays as it is. The restriction ends when the page, or a page after it, is
+                put without ``memory_only``.
             parent: The page before ``keys[0]``. None: the last page of the lease, if any, or the start of a sequence.
-            parents: The page before each key, if they are not a chain. For engine-owned HBM only.
+            parents: The page before each key, if the keys are not a chain. For engine-owned HBM only.
 
         Returns:
             The present slot of each key.
@@ -521,7 +521,8 @@ class TierStore:
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """Take back engine slots that were put.
 
-        Slots whose copy has not begun are free at once; their pages are given up, and ``poll`` does not report them.
+        Slots whose copy has not begun are free at once. The store gives up their pages, and ``poll`` does not report
+        these slots.
 
         Returns:
             Those of ``slots`` that a copy still reads, or will read once its ``after`` has happened. They are free when
@@ -547,9 +548,10 @@ class TierStore:
 
     @property
     def tiers(self) -> Mapping[Tier, TierDescription]:
-        """Return the description of every tier of the store, fastest first; without HBM where an engine owns it.
+        """Return the description of every tier of the store, fastest first. HBM is left out if an engine owns it.
 
-        It says what follows from a page's tier: whether the page is in memory, survives a restart, may differ.
+        A description tells whether pages in the tier are in memory, survive a restart, and may differ from what was
+        put.
         """
         return MappingProxyType(self._directory.hierarchy.tiers)
 
@@ -582,19 +584,19 @@ class TierStore:
     ) -> Lease:
         """Pin the longest prefix that is readable and for which HBM has space now, and start to load it.
 
-        Never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is given.
+        The call never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is given.
 
         Args:
             keys: The keys of a sequence.
             deadline_s: Seconds until the pages are needed; below 0, the deadline has passed. Pages that would arrive
                 later are missing, and a page that has not arrived by then ends the lease before it.
             into: The engine's slots to load into, if an engine owns HBM.
-            exact: End the lease before the first page of which only lossy copies are left, or that was computed over
-                such.
+            exact: End the lease before the first page that has only lossy copies left, or that was computed over such
+                a page.
             wait_for_room_s: If HBM is full of pages that are being saved, block up to this long until enough space is
-                free. Returns earlier once nothing in flight can free space (everything else is leased or owned by
-                callers), and never later than ``deadline_s``. Waiting calls are served in order. No effect with
-                engine-owned HBM.
+                free. The call returns earlier once no copy in flight can free space (all other pages are leased or
+                owned by callers), and never later than ``deadline_s``. Waiting calls are served in order. No effect
+                with engine-owned HBM.
 
         Returns:
             A lease over the prefix. ``wait`` for it before reading, and ``release`` it.
@@ -638,7 +640,7 @@ class TierStore:
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
         """Return the waiting hints, the latest of each request. The first call attaches a prefetcher.
 
-        Waits up to ``timeout_s`` for a hint. A store opened with ``pump=False`` makes progress meanwhile.
+        The call waits up to ``timeout_s`` for a hint. Meanwhile a store opened with ``pump=False`` makes progress.
         """
         self._pump.require_open()
         deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
@@ -663,7 +665,7 @@ class TierStore:
     def staying(self) -> list[PageKey]:
         """Return pages in HBM that no promotion may displace: leased ones, and those that a retain hint keeps.
 
-        It is a snapshot without duplicates, in no order, and includes pages in flight. Changes nothing.
+        The list is a snapshot without duplicates, in no particular order, and includes pages in flight to HBM.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -675,18 +677,18 @@ class TierStore:
         return found
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
-        """Start to bring up to 32 pages to ``tier`` from the tier below it, for a ``will_need`` hint.
+        """Start to copy up to 32 pages to ``tier`` from the tier below it, for a ``will_need`` hint.
 
-        Starts the longest prefix of ``keys`` that can start now. It stops at the first page that is not readable in the
-        next lower tier, or for which there is no space: neither a free slot nor that of a saved page that no hint
-        keeps. Promoted pages are kept before others until the hint ends, but are not pinned. Nothing starts while a
-        lease waits for pages from the tier below, or once the hint is not in force: after the call that withdrew or
-        replaced it has returned, no copy starts for it.
+        The call starts the longest prefix of ``keys`` that can start now. It stops at the first page that is not
+        readable in the next lower tier, or for which there is no space: neither a free slot nor the slot of a saved
+        page that no hint keeps. Until the hint ends, promoted pages are evicted after other pages, but they are not
+        pinned. Nothing starts while a lease waits for pages from the tier below, or if the hint is no longer in force.
+        Once a call that withdraws or replaces the hint has returned, no copy starts for the hint.
 
         Args:
             hint: The hint, as ``take_hints`` returned it.
             keys: The pages, in order.
-            tier: The tier to bring them to.
+            tier: The tier to copy them to.
             over: Hints whose pages may be displaced, those of the last one first.
 
         Raises:
@@ -746,19 +748,19 @@ class TierStore:
         return self._evict(keys, [t for t in self._directory.residency.tables if tier is None or t == tier])
 
     def clear(self) -> int:
-        """Forget every page in every tier; return how many pages some tier had.
+        """Forget every page in every tier, and return the number of pages that some tier had.
 
-        No page put before the call is matched once it has returned. On disk the records are gone, as with ``evict``,
-        once ``flush`` or ``flush_evictions`` has returned. A page put while the call is under way may be forgotten with
-        the others; one put afterwards is kept as ever.
+        Once the call has returned, no page put before it can be matched. Records on disk are gone, as with ``evict``,
+        once ``flush`` or ``flush_evictions`` has returned. A page put during the call may be forgotten too. A page put
+        after it is kept as usual.
 
-        A lease keeps the pages that it covers, and their bytes, until its release, and nobody else finds them. Where
-        HBM is the store's own, a lease ends before its first page that is still on its way. Slots whose `after` has not
-        happened stay in use until it has. Where an engine owns HBM, pages that were put and have not reached a tier are
-        given up: ``poll`` reports their slots once `after` has happened and no copy reads them; a load that has begun
-        still fills the engine's slot. Hints stay in force: they name pages that may be put again.
+        A lease keeps the pages that it covers, and their bytes, until its release, but no other caller finds them. If
+        the store owns HBM, a lease ends before its first page that is still in flight. Slots whose ``after`` has not
+        happened stay in use until then. If an engine owns HBM, pages that were put and have not reached a tier are
+        given up: ``poll`` reports their slots once ``after`` has happened and no copy reads them. A load that has begun
+        still fills the engine's slot. Hints stay in force, because the pages that they name may be put again.
 
-        Any thread. The lock is held for a batch of pages at a time.
+        The call holds the lock for one batch of pages at a time.
 
         Raises:
             StoreClosed: After ``close``.
@@ -769,7 +771,7 @@ class TierStore:
         return self._evict(list(dict.fromkeys(keys)), list(self._directory.residency.tables))
 
     def _evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
-        """Drop the copies of these pages in ``tiers``, last pages first, a batch at each hold of the lock."""
+        """Drop the copies of these pages in ``tiers``, last pages first, one batch per hold of the lock."""
         dropped = 0
         for chunk in reversed(_chunks(keys)):
             with self._lock, self._guard:
@@ -781,29 +783,29 @@ class TierStore:
     def flush(self) -> FlushResult:
         """Wait until every page put before the call, and every erase before it, is durable or counted as failed.
 
-        Includes an engine's pages that are still being copied out of its slots. Gives up after 10 s without progress,
-        that is, without a page of this call and without a completed write to the disk. Then
-        ``stats()["nvme"]["state"]`` is not "ok" until the write that hangs ends.
+        This includes an engine's pages that are still being copied out of its slots. The call gives up after 10 s
+        without progress, that is, if no page of this call has settled and the disk has completed no write. Then
+        ``stats()["nvme"]["state"]`` is not "ok" until the hanging write ends.
 
         Returns:
-            How many pages are durable, failed and pending, and how many evicted pages a restart could still bring back.
+            The number of durable, failed and pending pages, and of evicted pages that a restart could still bring back.
         """
         self._pump.require_open()
         return Flush.of_unsaved(self._pump).result()
 
     def flush_evictions(self) -> int:
-        """Wait until every ``evict`` before the call is durable: no restart brings its pages back.
+        """Wait until every ``evict`` before the call is durable, so that no restart brings its pages back.
 
-        Writes no page. Gives up like ``flush``.
+        The call writes no page. It gives up like ``flush``.
 
         Returns:
-            The number of evicted pages that a restart now could bring back; 0 unless the disk refuses or hangs.
+            The number of evicted pages that a restart now could bring back. 0 unless the disk fails or hangs.
         """
         self._pump.require_open()
         return Flush(self._pump, Ticket()).result().pending_erases
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight, queued or waiting for an event. False if it timed out."""
+        """Wait until nothing is in flight, queued or waiting for an event. Return False if the wait timed out."""
         self._pump.require_open()
         self._leases.take_back()
         return self._pump.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
@@ -813,11 +815,12 @@ class TierStore:
     async def export_pages(
         self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
     ) -> Exported:
-        """Write the pages of ``keys`` that some tier has to one portable file (docs/archive.md).
+        """Write those pages of ``keys`` that some tier has to one portable file (docs/archive.md).
 
-        Pages on NVMe are written in their stored form, encoded or not. Has no other effects than ``acquire``. If it is
-        cancelled or fails it leaves no file, and an existing file at ``path`` is unchanged. Memory-only pages are never
-        written to a file. If an engine owns HBM, only pages on disk are exported: call ``flush`` first.
+        Pages on NVMe are written in their stored form, encoded or not. The call affects the store only as ``acquire``
+        does. If it is cancelled or fails, it leaves no new file, and an existing file at ``path`` is unchanged.
+        Memory-only pages are never written to a file. If an engine owns HBM, only pages on disk are exported: call
+        ``flush`` first.
 
         Args:
             keys: The pages.
@@ -834,10 +837,10 @@ class TierStore:
         return await write_archive(Path(path), keys, source, progress)
 
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
-        """Import the pages of an archive that are intact, whose parents are in the store, and that fit.
+        """Import those pages of an archive that are intact, fit, and have their parents in the store.
 
-        They go to the lowest tier; ``flush`` makes them durable. Pages that the store has already stay as they are. If
-        it is cancelled, the pages imported so far stay.
+        They go to the lowest tier; ``flush`` makes them durable. Pages that the store already has are not changed. If
+        the call is cancelled, the pages imported so far stay in the store.
 
         Raises:
             ConfigError: An engine owns HBM.
@@ -870,21 +873,22 @@ class TierStore:
             return self._directory.take_reusable()
 
     def watch(self, callback: Callable[[PageChange], object]) -> Watch:
-        """Tell ``callback`` of every page that comes to a tier or leaves it from now on; ``end`` of the result ends it.
+        """Call ``callback`` for every page that enters or leaves a tier from now on, until ``end`` of the result.
 
-        Told are all tiers: HBM where it is the store's own, and all below. A page comes when its copy becomes readable
-        in the tier, and leaves when it is not any more; a page that moves down comes below before it leaves above.
-        Pages that tiers hold already are not told of: begin to watch first, then look with ``match``.
+        All tiers are watched, except HBM that an engine owns. A page enters a tier when its copy there becomes
+        readable, and leaves the tier when the copy no longer is. A page that moves down enters the lower tier before it
+        leaves the upper one. Pages that tiers already hold are not reported: begin to watch first, then call ``match``.
 
-        The changes are told one by one, in their order, by one thread at a time and never under the store's lock: the
-        callback may call the store. It is called by the store's thread, and by ``poll``, before that returns. A store
-        opened with ``pump=False`` has no such thread: what happens between two calls of ``poll`` is told by the second.
-        What the callback raises, ``poll`` raises, with no slot lost; on the store's thread it is counted
-        (``tierstore_faults_total``) and logged. In both cases its change counts as told, and the next one follows.
-        Up to 1,048,576 changes wait to be told; further ones are counted in the result's ``lost``. ``close`` ends it.
+        Changes are reported one by one and in order, by one thread at a time and never under the store's lock, so the
+        callback may call the store. It is called by the store's thread, and by ``poll`` before that returns. A store
+        opened with ``pump=False`` has no such thread: ``poll`` reports everything that happened since the last
+        ``poll``. If the callback raises, ``poll`` raises the same exception, and no slot is lost; on the store's thread
+        the exception is counted (``tierstore_faults_total``) and logged. In both cases the change counts as reported,
+        and the next one follows. Up to 1,048,576 changes may wait to be reported. Further ones are only counted, in
+        ``lost`` of the result. ``close`` ends the watch.
 
         Raises:
-            TypeError: If ``callback`` cannot be called.
+            TypeError: ``callback`` cannot be called.
             StoreClosed: After ``close``.
         """
         self._pump.require_open()
@@ -913,7 +917,7 @@ class TierStore:
             invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
-        """Return for each key where its copies are and in what state, its parent, and why it was evicted lately."""
+        """Return for each key the places and states of its copies, its parent, and the reason of a recent eviction."""
         self._pump.require_open()
         require_key_list(keys)
         with self._lock, self._guard:
@@ -926,10 +930,10 @@ class TierStore:
             return metrics.stats(self._config, self._parts)
 
     def rates(self) -> dict[tuple[Tier, Tier], float]:
-        """Return the measured throughput of each edge, in bytes a second, by its source and destination.
+        """Return the measured throughput of each edge, in bytes per second, by source and destination.
 
-        A moving average over the edge's transfers, as ``stats()["bytes_per_s"]`` has it; an edge that has carried
-        nothing yet is absent. Like ``stats`` it only looks.
+        It is a moving average over the edge's transfers, as in ``stats()["bytes_per_s"]``. Edges without a finished
+        transfer are left out. Like ``stats`` the call only looks.
 
         Raises:
             StoreClosed: After ``close``.
@@ -939,9 +943,9 @@ class TierStore:
             return dict(self._directory.transfers.rates)
 
     def traffic(self) -> dict[tuple[Tier, Tier], Traffic]:
-        """Return the pages in flight and the pages arrived of each edge, by its source and destination.
+        """Return the numbers of pages in flight and arrived for each edge, by source and destination.
 
-        An edge that has carried nothing yet is absent. Like ``stats`` it only looks.
+        Edges that have carried no page yet are left out. Like ``stats`` the call only looks.
 
         Raises:
             StoreClosed: After ``close``.
@@ -951,12 +955,12 @@ class TierStore:
             return self._directory.transfers.traffic()
 
     def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """Return how many of these pages are on their way to ``tier`` and cannot be read there yet.
+        """Return how many of these pages are in flight to ``tier`` and cannot be read there yet.
 
-        Like ``match`` it only looks. A tier that is not configured has none.
+        The result is 0 for a tier that is not configured. Like ``match`` the call only looks.
 
         Raises:
-            ValueError: If ``tier`` is not a tier.
+            ValueError: ``tier`` is not a tier.
             StoreClosed: After ``close``.
         """
         self._pump.require_open()
@@ -966,9 +970,9 @@ class TierStore:
             return self._directory.residency.arriving(keys, tier)
 
     def idle(self) -> bool:
-        """Return whether nothing moves, and nothing is going to by itself. Like ``stats`` it only looks.
+        """Return whether no page moves and none will move without another call. Like ``stats`` the call only looks.
 
-        That is: no copy is in flight or queued, no event is awaited, and no page waits for a timed spill.
+        That is: no copy is in flight or queued, no action waits for an event, and no page waits for a timed spill.
 
         Raises:
             StoreClosed: After ``close``.
@@ -978,10 +982,11 @@ class TierStore:
             return self._pump.settled and self._directory.writeback.next_spill is None
 
     def close(self, timeout_s: float = 30) -> None:
-        """Save what only HBM and HOST hold, wait for copies, fail the rest, and release the directory.
+        """Save the pages that only HBM or HOST hold, wait for copies, fail the rest, and release the cache directory.
 
-        Calling it again has no effect. Nothing is promoted from its start on: an attached prefetcher ends by itself,
-        and may be closed before or after. Does nothing in a forked child, because the store is its parent's.
+        A second call has no effect. No page is promoted once the call has begun. An attached prefetcher ends by itself;
+        it may be closed before or after the store. In a forked child the call does nothing, because the store belongs
+        to the parent.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         if self._pump.inherited:
@@ -992,7 +997,7 @@ class TierStore:
 
     def _close(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
-        # Of a store that was interrupted nothing is saved: what memory holds is doubtful.
+        # An interrupted store saves nothing, because its pages in memory may be wrong.
         with suppress(StoreClosed):
             with self._pump.lock, self._pump.guard:
                 self._directory.hints.close()
