@@ -1,4 +1,4 @@
-"""Actions that wait for an event of the caller: work was launched that still writes or reads their slots."""
+"""Actions that wait for an event of the caller, because device work launched before may still use their slots."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 
 
 class _Deferred(NamedTuple):
-    """``act``: what to do when the event has happened; returns whether to call it again.
+    """An action that waits for an event.
 
-    ``give_up``: what to do instead if it never will, because its device has failed.
+    ``act`` is called when the event has happened, ``give_up`` instead if the event's device has failed, so that it
+    never will. Both return whether to call them again.
     """
 
     event: Event
@@ -37,15 +38,15 @@ class _Deferred(NamedTuple):
 class PendingEvents:
     """Directory calls deferred until an event has happened. Guarded by the store's lock.
 
-    An event that raises belongs to a device that has failed, on which nothing runs any more. Pages that it should have
-    written are dropped; slots that it should have read are free.
+    If an event raises, its device has failed and no work runs there any more. Pages that the work before the event
+    should have written are dropped. Slots that it should have read become free.
     """
 
     def __init__(self, directory: Directory) -> None:
         self.writing: list[Pages] = []
-        """Pages sealed before their bytes are written. Each holds a pin."""
+        """Pages that were sealed and whose bytes are not written yet. Each is pinned."""
         self.retired: list[int] = []
-        """Slots given up whose last use has not ended."""
+        """Slots that were given up and whose last use has not ended."""
         self._directory = directory
         self._unwritten_pages = directory.writeback.unwritten
         self._waiting: list[_Deferred] = []
@@ -53,11 +54,11 @@ class PendingEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether an event is awaited."""
+        """Return whether any action waits for an event."""
         return bool(self._waiting)
 
     def poll(self) -> None:
-        """Perform what events that have happened allow, a bounded amount per call."""
+        """Perform the actions whose events have happened, a bounded amount of each per call."""
         if self._waiting:
             self._waiting = [deferred for deferred in self._waiting if _still_waits(deferred)]
 
@@ -71,10 +72,10 @@ class PendingEvents:
         *,
         memory_only: bool = False,
     ) -> list[int]:
-        """Put pages: they are matchable at once, and copies of them start once they are written.
+        """Put pages. They can be matched at once; copies of them start when their bytes are written.
 
         Returns:
-            The slot of each key; fewer if the directory's put ended early.
+            The slot of each key. Fewer slots than keys if the directory's put ended early.
         """
         written = after is None or _happened(after)
         kept, duplicates = self._directory.sealed.put(
@@ -101,17 +102,17 @@ class PendingEvents:
 
     @property
     def all_written(self) -> bool:
-        """Whether no page waits for its writer.
+        """Return whether the bytes of all pages are written.
 
-        May be read without the lock: a page is counted before a lease has it.
+        May be read without the lock, because a page counts as unwritten before any lease has it.
         """
         return not (self._unwritten_pages or self.writing)
 
     def writers(self, lease: LeaseRecord) -> list[Event]:
         """Return the events that end the writing of a lease's pages, covered or sealed under it, without duplicates.
 
-        An empty list means that all bytes are there. The event of a failed device stays, because its page was never
-        written.
+        An empty list means that all bytes are written. The event of a failed device remains in the list, because its
+        page was never written.
         """
         events = [] if lease.never_written is None else [lease.never_written]
         if not self._writers:
@@ -132,15 +133,15 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> None:
-        """Put pages of an engine's slots: they are copied out once ``after`` has happened.
+        """Put pages of an engine's slots, which are copied out once ``after`` has happened.
 
         Args:
             keys: The pages.
             slots: The engine's slots.
             after: The event that ends the writing of the slots, or None.
             memory_only: Keep the pages off disk.
-            parents: The page before each.
-            doubted: The pages were computed over pages that are not exact.
+            parents: The page before each page.
+            doubted: Whether the pages were computed over pages that are not exact.
         """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or _happened(after):
@@ -153,7 +154,7 @@ class PendingEvents:
             )
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
-        """Free slots, which are reused once the event has happened."""
+        """Free slots of the caller. They are reused once the event has happened."""
         self._directory.owned.retire(slots)
         if after is None or _happened(after):
             self._directory.owned.free(slots)
@@ -162,7 +163,7 @@ class PendingEvents:
             self._defer(after, partial(self._freed, slots))
 
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
-        """End some pins of a lease, or defer that. Returns whether to call again."""
+        """Release some pins of a lease, or all of them once ``after`` has happened. Returns whether to call again."""
         if after is None or _happened(after):
             return self._directory.leases.release_some(lease, BATCH_PAGES)
         self._directory.leases.stop_waiting(lease)
@@ -182,16 +183,16 @@ class PendingEvents:
         return False
 
     def _unwritten(self, pages: Pages, event: Event) -> bool:
-        """Drop pages whose slots have undefined content; without another copy they are missing.
+        """Drop pages that were never written, so that the content of their slots is undefined.
 
-        They are also missing from the leases that have these slots.
+        A page without another copy is then missing, also for the leases that have these slots.
         """
         self._directory.drop_unwritten(*pages)
         self._directory.leases.never_written(set(pages[1]), event)
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
-        """Return those of ``keys`` whose HBM bytes are not written yet, and come with another event than ``after``."""
+        """Return those of ``keys`` whose bytes in HBM are not written yet and have another event than ``after``."""
         unwritten = self._unwritten_pages
         if not unwritten:
             return set()
@@ -199,7 +200,7 @@ class PendingEvents:
         return {key for key in keys if key in unwritten and not _is(writers.get(unwritten[key]), after)}
 
     def _never_written(self, slots: Sequence[int]) -> bool:
-        """Give slots of pages that were never written back to the engine."""
+        """Give the engine back slots whose pages were never written."""
         self._directory.outgoing.give_up(slots)
         return False
 
@@ -217,7 +218,7 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> bool:
-        """Add the chains one by one; only the last one copies what fits, so batches are not split."""
+        """Add the chains one by one. Copies start only with the last chain, so that no batch is split."""
         starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]
         for start, end in pairwise(starts):
             self._directory.outgoing.add(
@@ -236,17 +237,17 @@ class PendingEvents:
 
 
 def _is(writer: Event | None, after: Event | None) -> bool:
-    """Return whether the caller's own work writes the page, or it has been written by now."""
+    """Return whether the page is written by now or will be when the caller's ``after`` happens."""
     return writer is None or writer is after or _happened(writer)
 
 
 def _happened(event: Event) -> bool:
-    """Return whether the event has happened. For one that never will, ``poll`` acts."""
+    """Return whether the event has happened. False if its device has failed; ``poll`` handles such events."""
     return _ask(event) is True
 
 
 def _still_waits(deferred: _Deferred) -> bool:
-    """Do what the event allows, if anything. Returns whether to check again."""
+    """Perform the action if its event has happened or failed. Returns whether to check again."""
     happened = _ask(deferred.event, log=True)
     if happened is None:
         return deferred.give_up()
@@ -254,10 +255,11 @@ def _still_waits(deferred: _Deferred) -> bool:
 
 
 def _ask(event: Event, *, log: bool = False) -> bool | None:
-    """Return whether the event has happened, or None if ``query`` raised: its device has failed, or it is no event.
+    """Return whether the event has happened, or None if ``query`` raised.
 
-    Any exception of one caller's event is caught, because it must not end the calls of all others. TimeoutError passes:
-    it comes from a signal handler.
+    ``query`` raises if the device has failed or the object is not an event. All exceptions of one caller's event are
+    caught, because they must not end the calls of other callers. Only TimeoutError passes, because it comes from a
+    signal handler.
     """
     try:
         return has_happened(event)

@@ -1,7 +1,7 @@
-"""What drives a store: its lock, one step of progress, waits, and the thread that steps between calls.
+"""The pump of a store: its lock, one step of progress, waits, and the thread that steps between calls.
 
-A step processes finished work and hands decisions to the mover. Threads of one store wait for each other by a wake-up
-that is not lost, and by a lock that records its longest hold.
+A step processes finished work and hands decisions to the mover. Threads of a store wait for each other with
+``Wakeup``, which loses no event, and with a lock whose longest hold is recorded.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Wakeup:
         self.count = 0
         self._counts = itertools.count(1)
         self._waiting: deque[LockType] = deque()
-        """One locked lock a waiting thread; whoever takes it out unlocks it."""
+        """A locked lock for each waiting thread. The thread that removes a lock from here releases it."""
 
     def bump(self) -> None:
         """Count an event and wake all waiters. Thread-safe."""
         self.count = next(self._counts)
-        # Whoever comes to wait from now on sees the new count.
+        # A thread that begins to wait from now on sees the new count.
         for _ in range(len(self._waiting)):
-            with suppress(IndexError):  # another thread took it
+            with suppress(IndexError):  # another thread removed it
                 self._waiting.popleft().release()
 
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
@@ -57,15 +57,15 @@ class Wakeup:
             if self.count == seen:
                 woken.acquire(timeout=max(0.0, timeout))
         finally:
-            with suppress(ValueError):  # taken out by ``bump``
+            with suppress(ValueError):  # ``bump`` has removed it
                 self._waiting.remove(woken)
 
 
 class FairLock:
     """A reentrant lock for ``with`` that lets a waiting thread in before one that takes it again and again.
 
-    No Python code runs between the end of a block and the release, since ``__exit__`` is a method of C: an exception of
-    a signal handler comes before, and the lock is released all the same, or after.
+    No Python code runs between the end of a block and the release, because ``__exit__`` is a C method. So the lock is
+    released even if a signal handler raises: its exception comes either before ``__exit__`` runs or after the release.
     """
 
     __slots__ = ("__exit__", "_lock", "_turn")
@@ -81,7 +81,7 @@ class FairLock:
         taken: list[bool] = []
         try:
             with self._turn:
-                # One step for the interpreter: no handler runs between the lock and the note that it was taken.
+                # A single step for the interpreter: no signal handler runs between acquiring the lock and noting it.
                 taken.extend(map(self._lock.acquire, (True,)))
         except BaseException:
             if taken:
@@ -90,27 +90,27 @@ class FairLock:
 
 
 class Guard:
-    """The second part of every hold, ``with pump.lock, pump.guard``: it knows whether the last hold came to its end.
+    """Detects interrupted holds of the lock. Every hold enters it too: ``with pump.lock, pump.guard``.
 
-    A signal handler may raise in the middle of a hold, or call what takes the lock. Then what is guarded may be halfway
-    between two states, and every hold from then on raises StoreClosed. It is apart from the lock because a handler may
-    raise before the first line of ``__exit__``: the lock is released then, and the next hold finds this one unended.
-    Its figures are in seconds and may be read without the lock.
+    A signal handler may raise in the middle of a hold, or call code that takes the lock again. The guarded state may
+    then be inconsistent, and every later hold raises StoreClosed. The guard is separate from the lock because a
+    handler may raise before the first line of ``__exit__``. The lock is then released, and the next hold finds that
+    the last one has not ended. The times are in seconds and may be read without the lock.
     """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
         self.longest_cpu_s = 0.0
-        """Of the holder's own CPU time: what a hold costs when nothing else runs."""
+        """Longest hold in CPU time of its thread: its cost when nothing else runs."""
         self.broken = False
-        """A hold was interrupted."""
+        """Whether a hold was interrupted."""
         self._held = False
-        """A hold has begun and not ended."""
+        """Whether a hold has begun and not ended."""
         self._since = 0.0
         self._cpu_since = 0.0
 
     def require_whole(self) -> None:
-        """Raise StoreClosed once a hold was interrupted."""
+        """Raise StoreClosed if a hold was interrupted."""
         if self.broken:
             raise StoreClosed(
                 "the store was interrupted in the middle of a change, and has ended; open it again"
@@ -135,7 +135,7 @@ class Guard:
 
 
 def _by_handler(kind: type[BaseException], trace: TracebackType | None) -> bool:
-    """Whether a signal handler raised it. What is guarded raises nothing but Exceptions."""
+    """Return whether a signal handler raised the exception. The guarded code raises only subclasses of Exception."""
     if not issubclass(kind, Exception):
         return True
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -145,7 +145,7 @@ def _by_handler(kind: type[BaseException], trace: TracebackType | None) -> bool:
 
 
 def _code(handler: object) -> object:
-    """Return the code of a function, of a method, or of an object that is called, or None if it has none."""
+    """Return the code object of a function, a method or a callable object, or None if it has none."""
     while isinstance(handler, partial):
         handler = handler.func
     code: object = getattr(handler, "__code__", None)
@@ -162,23 +162,23 @@ _ACKS_PER_HOLD = 1
 
 
 class Pump:
-    """The store's lock, and everything that happens under it between calls. Nothing waits while holding it."""
+    """The store's lock, and everything that happens under it between calls. No thread waits while it holds the lock."""
 
     def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
         self.directory = parts.directory
         self.mover = parts.mover
         self.metrics = parts.metrics
         self.events = PendingEvents(parts.directory)
-        """What waits for an event of a caller."""
+        """Actions that wait for an event of a caller."""
         self.lock = FairLock()
         self.guard = Guard()
-        """Entered with the lock, at every hold: ``with pump.lock, pump.guard``."""
+        """Must be entered at every hold of the lock: ``with pump.lock, pump.guard``."""
         self.metrics.watch_lock(lambda: self.guard.longest_s, lambda: self.guard.longest_cpu_s)
         self.closed = False
         self.hinted = Wakeup()
-        """A hint has come, or the end."""
+        """Wakes threads that wait for a hint, when one comes and when the store closes."""
         self.watches = Watches(parts.directory.residency, wakeup.bump)
-        """Callbacks that are told of pages that come and go."""
+        """The callbacks of ``TierStore.watch``."""
         self._pid = os.getpid()
         self._wakeup = wakeup
         self._acks: deque[Ack] = deque()
@@ -190,7 +190,7 @@ class Pump:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop advancing the store, by calls or by the thread."""
+        """Stop the thread. From now on calls raise StoreClosed."""
         self.closed = True
         self._wakeup.bump()
         self.hinted.bump()
@@ -201,7 +201,10 @@ class Pump:
         self.watches.close()
 
     def require_open(self) -> None:
-        """Raise StoreClosed after ``stop``, and in a forked child: threads and lock are the parent's."""
+        """Raise StoreClosed after ``stop``, after an interrupted hold, and in a forked child.
+
+        The threads and the lock belong to the parent process.
+        """
         if self.inherited:
             raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
         if self.closed:
@@ -210,20 +213,19 @@ class Pump:
 
     @property
     def usable(self) -> bool:
-        """Whether calls are served: the store is neither closed, nor interrupted, nor another process's. Takes no
-        lock.
-        """
+        """Return whether the store is neither closed, nor interrupted, nor another process's. Takes no lock."""
         return not (self.closed or self.guard.broken or self.inherited)
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a forked child's copy of another process's store."""
+        """Return whether this is the copy of another process's store in a forked child."""
         return os.getpid() != self._pid
 
     def advance(self) -> None:
         """Process everything that has finished by now, a few transfers per hold of the lock.
 
-        Work that finishes meanwhile is left: a failing disk ends writes as fast as they are decided.
+        Work that finishes during the call is left for later, because a failing disk may end writes as fast as they
+        are submitted.
         """
         self.require_open()
         with self.lock, self.guard:
@@ -233,7 +235,10 @@ class Pump:
                 left = min(left - _ACKS_PER_HOLD, self.step())
 
     def step(self) -> int:
-        """Apply some finished transfers, decide and submit, with the lock held. Returns how many more have finished."""
+        """Apply some finished transfers, decide on new ones and submit them. The caller holds the lock.
+
+        Returns the number of finished transfers that are not applied yet.
+        """
         self._acks.extend(self.mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
         self.events.poll()
@@ -244,7 +249,7 @@ class Pump:
         return len(self._acks)
 
     def submit(self) -> None:
-        """Hand the directory's commands to the mover, in order, with the lock held."""
+        """Hand the directory's commands to the mover, in order. The caller holds the lock."""
         for command in self.directory.take_commands():
             self.mover.submit(command)
 
@@ -252,8 +257,9 @@ class Pump:
         """Advance the store before each iteration of the caller's loop. Ends at the monotonic ``deadline``.
 
         Args:
-            woken_by: The only thing that ends a pause of a caller that waits for nothing else, while the store's own
-                thread advances it.
+            deadline: The monotonic time to end at. None: never.
+            woken_by: For a caller that waits for only one kind of event: its wake-up. Other events then do not wake
+                the caller, provided that the store has a thread to advance it.
         """
         sleeps = woken_by is not None and self._thread is not None
         wakeup = woken_by if sleeps and woken_by is not None else self._wakeup
@@ -266,12 +272,12 @@ class Pump:
             wakeup.wait(seen, deadline, _IDLE_S if sleeps else self._pause())
 
     def notify(self) -> None:
-        """Wake threads that may wait for what a call has just changed."""
+        """Wake threads that may wait for a change that a call has just made."""
         self._wakeup.bump()
 
     @property
     def settled(self) -> bool:
-        """Return, with the lock held, whether nothing is in flight, queued, or waiting for an event."""
+        """Return whether nothing is in flight, queued, or waiting for an event. The caller holds the lock."""
         return not (self.directory.busy() or self.events.waiting or self._acks)
 
     def wait_idle(self, deadline: float) -> bool:

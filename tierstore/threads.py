@@ -1,4 +1,4 @@
-"""Threads of a room that has several: all of them begin, or none is left."""
+"""Starts several threads so that either all of them run or none is left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from threading import Thread
 
 
 def start_all(threads: Sequence[Thread], end: Callable[[], object]) -> None:
-    """Starts them. RuntimeError where the system gives no more, after ``end``, which is to end those that began."""
+    """Start ``threads``. RuntimeError if the system cannot start one, after calling ``end`` to end the others."""
     try:
         for thread in threads:
             thread.start()
