@@ -1,4 +1,4 @@
-"""The writer thread: its queue, group commit with erases first, and what happens when the disk refuses or hangs."""
+"""The writer thread: its queue, group commit with erases first, and a disk that refuses writes or hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.types import Ack, Failure, PageKey, Transfer
 
 @dataclass(slots=True)
 class EraseWork:
-    """Records to remove, in order."""
+    """Keys whose records are to be removed, in order."""
 
     keys: dict[PageKey, None]
 
@@ -37,7 +37,8 @@ class EraseWork:
 class SyncWork:
     """A mark in the queue. ``done`` is set when everything before it is settled.
 
-    ``synced``: every write before it that succeeded is durable. ``ok``: every erase is, too.
+    ``synced`` is True if every write before it that succeeded is durable, ``ok`` if every erase before it is
+    durable as well.
     """
 
     done: threading.Event = field(default_factory=threading.Event)
@@ -55,11 +56,14 @@ class Batch:
 
 
 class WorkQueue:
-    """A queue that preserves order as far as callers can tell. Not thread-safe: guarded by the writer's lock."""
+    """A queue in which erases may overtake writes, but work on the same key stays in order.
+
+    Not thread-safe: guarded by the writer's lock.
+    """
 
     def __init__(self, batch_pages: int) -> None:
         self.batch_pages = batch_pages
-        """Limit for the pages of the next batch."""
+        """Largest number of pages in the next batch."""
         self._items: deque[Job | EraseWork | SyncWork] = deque()
 
     def __bool__(self) -> bool:
@@ -67,7 +71,7 @@ class WorkQueue:
 
     @property
     def num_erases(self) -> int:
-        """Number of distinct records that queued erases name."""
+        """Number of distinct keys in the queued erases."""
         return len(set[PageKey]().union(*(item.keys for item in self._items if isinstance(item, EraseWork))))
 
     def add(self, item: Job | EraseWork | SyncWork) -> None:
@@ -123,7 +127,7 @@ class WorkQueue:
         return taken
 
     def _take_pages(self, job: Job, batch: Batch, written: set[PageKey]) -> bool:
-        """Move pages of ``job`` into ``batch``. Returns whether the job has no more."""
+        """Move pages of ``job`` into ``batch``. Returns whether no page of the job is left in the queue."""
         room = self.batch_pages - len(batch.writes)
         end = min(len(job.pages), job.next + room)
         batch.writes.extend((job, index) for index in range(job.next, end))
@@ -139,7 +143,7 @@ _Result = TypeVar("_Result")
 _ROOM_PATIENCE_S = 2.0
 
 _LONG_S = 2.0
-"""A batch that takes longer makes the next ones smaller, so that a slow disk shows progress."""
+"""A batch that takes longer is slow: the next ones are then smaller, so that a slow disk shows progress."""
 
 
 class Writer:
@@ -154,16 +158,17 @@ class Writer:
         *,
         shortage: str | None = None,
     ) -> None:
-        """Start by deleting what ``catalogue`` could not delete at opening.
+        """Start the thread. It first deletes the records that ``catalogue`` could not delete at opening.
 
-        ``shortage`` says why the disk had no space when the directory was opened; writes are refused at first then.
+        ``shortage`` is the reason why the disk had no space when the directory was opened, else None. Writes
+        are refused at first if there was such a reason, or if records are still to be deleted.
         """
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
         self._timeout_s = timeout_s
         self.room_patience_s = min(_ROOM_PATIENCE_S, timeout_s / 2)
-        """How long a batch waits for other programs' read transactions that keep LMDB's map full."""
+        """Longest time that a batch waits for read transactions that keep LMDB's map full."""
         self._since: float | None = None  # when the batch in progress began
         self._hanging = False
         self._stalled = False  # a flush stopped waiting for the batch in progress
@@ -173,11 +178,11 @@ class Writer:
         self._closing = False
         self._abandoned = False
         self._owed: dict[PageKey, None] = dict.fromkeys(catalogue.undeleted)
-        """Records that must be deleted before any write."""
+        """Keys of records that must be deleted before any write."""
         self._unrecorded: set[PageKey] = set()
-        """Those of them that a restart would bring back, because no tombstone names them."""
+        """Keys in ``_owed`` whose records a restart would bring back, because no tombstone names them."""
         self._told_unrecorded = False
-        self._map_full = False  # at the last attempt to store pages
+        self._map_full = False  # whether LMDB's map was full at the last attempt to store pages
         self._full_under: set[tuple[int, str, int]] = set()
         """Read transactions that kept LMDB's map full when a batch failed for that reason."""
         self._told_reopened = False
@@ -190,7 +195,10 @@ class Writer:
         self._thread.start()
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a write. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE while the writer hangs."""
+        """Queue a write. Never blocks.
+
+        It fails as CLOSED after ``close``, and as UNAVAILABLE while the writer hangs.
+        """
         if pages and self._hanging:
             self._add(EraseWork(dict.fromkeys(transfer.keys)))
             self._outbox.count("write_unavailable", len(pages))
@@ -205,22 +213,22 @@ class Writer:
 
     @property
     def hanging(self) -> bool:
-        """Whether a write has exceeded its time limit."""
+        """Whether the batch in progress has exceeded the time limit."""
         return self._hanging
 
     @property
     def stalled(self) -> bool:
-        """Whether a caller stopped waiting for the batch in progress because it takes so long."""
+        """Whether the batch in progress hangs, or a caller stopped waiting for it."""
         return self._hanging or self._stalled
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing is written now: the disk refuses writes, or one hangs."""
+        """Whether nothing is written now: the disk refuses writes, or the batch in progress is stalled."""
         return self.stalled or self.refusal.active
 
     @property
     def pending_erases(self) -> int:
-        """Number of erases that are not durable: a restart now could bring their records back."""
+        """Number of erases that are not durable yet: a restart now could bring their records back."""
         with self._changed:
             return self._queue.num_erases + len(self._unrecorded)
 
@@ -239,9 +247,10 @@ class Writer:
             _log.warning("the NVMe tier is read-only until the disk answers: a write does not end")
 
     def look(self, now: float) -> None:
-        """Detect whether the writer hangs, and since when. Call it periodically with time.monotonic().
+        """Detect a batch that exceeds the time limit. Call this periodically with time.monotonic().
 
-        If it hangs, work that has not begun fails as UNAVAILABLE: memory still has those pages, and nobody should wait.
+        Queued pages that no batch has taken then fail as UNAVAILABLE. Memory still holds those pages, and no
+        caller should wait for the disk.
         """
         with self._changed:
             hangs = self._since is not None and now - self._since >= self._timeout_s
@@ -258,9 +267,9 @@ class Writer:
             self._outbox.add(ack)
 
     def begin_sync(self) -> SyncWork:
-        """Mark the queue behind everything queued so far.
+        """Queue a mark behind everything queued so far and return it.
 
-        After ``close`` the mark is done at once, with nothing known.
+        After ``close`` the mark is done at once, with ``synced`` and ``ok`` False.
         """
         mark = SyncWork()
         if not self._add(mark):
@@ -268,7 +277,10 @@ class Writer:
         return mark
 
     def sync(self, timeout_s: float) -> bool:
-        """Wait until everything queued before is settled and durable. False after a timeout, or if the disk refused."""
+        """Wait until everything queued before is settled. Returns whether what succeeded is durable.
+
+        False after a timeout, or if the disk cannot make an erase durable.
+        """
         mark = self.begin_sync()
         return mark.done.wait(timeout_s) and mark.ok
 
@@ -279,7 +291,7 @@ class Writer:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Fail work that has not begun with CLOSED instead of writing it."""
+        """Let the thread end without further writes: pages that no batch is writing yet fail as CLOSED."""
         with self._changed:
             self._closing = self._abandoned = True
             self._changed.notify_all()
@@ -311,7 +323,7 @@ class Writer:
         self._end()
 
     def _end(self) -> None:
-        """Delete what must still be deleted, or name it by tombstones, before the thread ends."""
+        """Delete the records in ``_owed`` before the thread ends. Name those that remain in tombstones."""
         try:
             if not self._abandoned:
                 self._erase_owed()
@@ -325,7 +337,7 @@ class Writer:
             )
 
     def _rest(self) -> None:
-        """Record the end of a batch."""
+        """Note the end of a batch, and choose the size of the next one by the time that this one took."""
         with self._changed:
             assert self._since is not None
             took, limit = time.monotonic() - self._since, self._queue.batch_pages
@@ -341,7 +353,10 @@ class Writer:
             _log.info("the NVMe tier takes writes again")
 
     def _give_up(self, job: Job) -> Ack | None:
-        """Fail the part of a job that has not begun, with the lock held. Returns the ack if it is due."""
+        """Fail the pages of ``job`` that no batch has taken. Returns the ack if it is due.
+
+        The caller holds the lock.
+        """
         left = range(job.next, len(job.pages))
         job.next = len(job.pages)
         self._queue.add(EraseWork(dict.fromkeys(job.transfer.keys[index] for index in left)))
@@ -350,7 +365,10 @@ class Writer:
         return job.ack() if any(due) else None
 
     def _next(self) -> Batch | None:
-        """Return the next batch; an empty one when it is time to check whether the disk accepts writes again."""
+        """Wait for work and return the next batch; None once the writer is closed and the queue is empty.
+
+        An empty batch means that it is time to check whether the disk accepts writes again.
+        """
         with self._changed:
             while not self._queue:
                 if self._closing:
@@ -402,7 +420,10 @@ class Writer:
         return [failure] * len(batch.writes)
 
     def _reopen(self, error: lmdb.Error | OSError) -> None:
-        """Reopen the environment, in which LMDB refuses everything. Raises lmdb.Error or OSError if that fails."""
+        """Reopen the environment after ``error``, which only reopening cures.
+
+        Raises lmdb.Error or OSError if that fails.
+        """
         self._catalogue.reopen()
         self._outbox.count("reopened")
         level = logging.DEBUG if self._told_reopened else logging.WARNING
@@ -432,7 +453,7 @@ class Writer:
         return [Failure.NO_SPACE if size is None else size for size in sizes]
 
     def _store(self, pages: list[Page]) -> list[int | None]:
-        """Write the pages in one transaction, retrying those that found no slot after making space.
+        """Write the pages. Make space and retry those that were not stored for lack of it.
 
         Returns the bytes on disk of each page, or None for a page that was not stored.
         """
@@ -457,10 +478,10 @@ class Writer:
         return sizes
 
     def _until_room(self, act: Callable[[], _Result]) -> _Result | None:
-        """Keep a batch, for which LMDB's map is full, while older read transactions hold its pages.
+        """Retry ``act``, for which LMDB's map was full, while older read transactions hold LMDB's pages.
 
-        Returns what ``act`` returns once there is space. If the read transactions do not end, writes are refused and it
-        returns None.
+        Returns the result of ``act``, or None if there is still no space. If the read transactions have not
+        ended after ``room_patience_s``, writes are refused from then on.
         """
         holding = self._catalogue.readers()
         deadline = time.monotonic() + self.room_patience_s
@@ -484,9 +505,9 @@ class Writer:
         return None
 
     def _check_room(self) -> None:
-        """Check, while writes are refused for lack of space, whether there is some.
+        """Check whether there is space again, if writes are refused for lack of it.
 
-        Raises lmdb.Error or OSError if not.
+        Raises lmdb.Error or OSError if there is none.
         """
         if self.refusal.failure is not Failure.NO_SPACE:
             return
@@ -496,7 +517,7 @@ class Writer:
         self._catalogue.check_room()
 
     def _held(self, holding: set[tuple[int, str, int]]) -> lmdb.MapFullError:
-        """Return the error that says who keeps LMDB's map full."""
+        """Return an error that names the processes whose read transactions keep LMDB's map full."""
         who = ", ".join(str(pid) for pid in sorted({pid for pid, _, _ in holding}))
         return lmdb.MapFullError(
             f"LMDB's map is full, and read transactions of process {who} keep it from using freed pages again"
@@ -510,13 +531,13 @@ class Writer:
         return True
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
-        """Do queued erases now, because writes of these keys need the space."""
+        """Do queued erases of other keys now, to make space for writes of the keys in ``written``."""
         with self._changed:
             self._owe(self._queue.take_erases(written))
         self._erase_owed()
 
     def _owe(self, keys: Iterable[PageKey]) -> None:
-        """Note, with the lock held, that these records must be deleted and no tombstone names them yet."""
+        """Note that these records must be deleted and have no tombstone yet. The caller holds the lock."""
         for key in keys:
             self._owed[key] = None
             self._unrecorded.add(key)
@@ -547,7 +568,7 @@ class Writer:
         return True
 
     def _record_owed(self) -> None:
-        """Make sure that a restart does not bring back records that cannot be deleted."""
+        """Write tombstones for records that could not be deleted: a restart must not bring them back."""
         self._forget_absent()
         if not self._unrecorded:
             return
@@ -568,9 +589,10 @@ class Writer:
             self._unrecorded.clear()
 
     def _forget_absent(self) -> None:
-        """Drop the tombstones of refused writes that left no record.
+        """Drop keys without a record from ``_unrecorded``: they need no tombstone.
 
-        On a full disk their number grows by the hour, and each would cost other records at the next opening.
+        Refused writes leave such keys, and on a full disk their number grows by the hour. Each tombstone may
+        also match other keys, whose records the next opening would then delete.
         """
         absent = [key for key in self._unrecorded if not self._has(key)]
         with self._changed:
@@ -580,12 +602,13 @@ class Writer:
                 self._owed.pop(key, None)
 
     def _doubt(self, writes: Iterable[tuple[Job, int]]) -> None:
-        # A failed commit may still have reached the disk. Nobody counts these records, so they must go.
+        # A failed commit may still have reached the disk. The store does not count these records, so they
+        # must be deleted.
         with self._changed:
             self._owe(job.transfer.keys[index] for job, index in writes)
 
     def _replaces(self, write: tuple[Job, int]) -> bool:
-        """Return whether a write that was not tried has left an older record of its page."""
+        """Return whether the page of a write that stored nothing still has an older record."""
         job, index = write
         return self._has(job.transfer.keys[index])
 
@@ -628,13 +651,13 @@ class Writer:
 
 
 class NoWriter:
-    """Stands for the writer of a tier that was opened read-only: nothing is written, and nothing erased lastingly.
+    """The writer of a tier that was opened read-only. It fails writes and deletes no records from the disk.
 
-    Any thread.
+    May be used from any thread.
     """
 
     read_only = stalled = hanging = False
-    """Of a disk that refuses or hangs: this one is not asked."""
+    """Always False: nothing is written to the disk, so it cannot refuse a write or hang in one."""
     progress = (0, 0)
 
     def __init__(self, outbox: Outbox) -> None:
@@ -646,38 +669,38 @@ class NoWriter:
         self._outbox.add_quietly(failed(transfer, Failure.UNAVAILABLE))
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Remember that a restart brings these pages back."""
+        """Count these pages as erased. A restart brings them back."""
         self._erased.update(keys)
 
     @property
     def pending_erases(self) -> int:
-        """Erased pages, which are on disk all the same."""
+        """Number of erased pages. Their records are still on disk."""
         return len(self._erased)
 
     def begin_sync(self) -> SyncWork:
-        """A mark that is done."""
+        """Return a mark that is done. Its ``ok`` is False if pages were erased, since no erase is durable."""
         mark = SyncWork(synced=True, ok=not self._erased)
         mark.done.set()
         return mark
 
     def sync(self, timeout_s: float) -> bool:
-        """Whether nothing was erased."""
+        """Return whether no pages were erased, since no erase is durable."""
         return not self._erased
 
     def look(self, now: float) -> None:
-        """Nothing can hang."""
+        """Do nothing: no write can hang."""
 
     def give_up_waiting(self) -> None:
-        """Nobody waits."""
+        """Do nothing: there is no batch to wait for."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread."""
 
     def abandon(self) -> None:
-        """Nothing has begun."""
+        """Do nothing: there is no queue."""
 
     def join(self, timeout_s: float) -> bool:
-        """There is no thread."""
+        """Return True: there is no thread."""
         return True
 
 
