@@ -1,17 +1,21 @@
 """Read LMDB's file with ``pread`` before it is mapped, so that damage cannot end the process with a signal.
 
-``python -m tierstore.nvme.lmdb_walker DIRECTORY lmdb|extents`` is the child process that ``examination`` starts. Exit
-code 0 means: every page of LMDB's file has one owner, every catalogue record is intact, and each record has its own
-place, a value that LMDB keeps under its key or a slot in the extent files. Anything else, including a signal, means
-that the directory must not be opened.
+In this module a *page* is an LMDB page, also called block in code; a page of the store is called *KV page*.
 
-LMDB trusts its file: a wrong page number in the free list or in a node, or a node with a wrong length, makes a later
-commit end in SIGABRT, SIGBUS or SIGSEGV, or overwrite a live tree. Here each page is assigned to the tree, value or
-free list that names it; a page that is named twice, or has another type than its owner says, is damage. Pages that
-nothing names are harmless, and LMDB leaves some. For large values of page records only the page headers are read, from
-which LMDB takes how many pages to free: one block each, requested many at a time.
+``python -m tierstore.nvme.lmdb_walker DIRECTORY lmdb|extents`` is the child process that ``examination``
+starts. Exit code 0 means: no LMDB page has two owners, every catalogue record is intact, and the LMDB value
+or the extent slot that it names exists and belongs to no other record. Any other exit code, or a signal,
+means that the directory must not be opened.
 
-Standard library and xxhash only, so that the child starts fast. Layouts of LMDB 0.9 on 64 bits, little endian.
+LMDB trusts its file: a wrong page number in the free list or in a node, or a node with a wrong length, makes
+a later commit end in SIGABRT, SIGBUS or SIGSEGV, or overwrite a live tree. This module assigns each LMDB page
+to the tree, value or free list that names it. A page that is named twice, or whose type does not fit its
+owner, is damage. Pages that nothing names are harmless, and LMDB leaves some. Of a large value in the tree of
+KV pages only the header of its first LMDB page is read, which tells LMDB how many pages to free. These
+headers are requested many at a time.
+
+The module imports neither numpy nor lmdb, so that the child starts fast. It reads the layouts of LMDB 0.9 on
+64 bits, little endian.
 """
 
 from __future__ import annotations
@@ -52,12 +56,16 @@ _META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = tuple(1 << power for power in range(9, 17))
-_GAP = 4  # gaps of up to this many pages are read along with the wanted ones
+_GAP = 4  # gaps of up to this many LMDB pages are read along with the wanted ones
 _MAX_DEPTH = 16
 
 
 class Tree(NamedTuple):
-    """What LMDB records about a tree. ``pad``: block size, in the free list's. ``root``: NO_PAGE if it is empty."""
+    """LMDB's record of a tree.
+
+    ``pad`` is the size of an LMDB page in the record of the free list, else 0. ``root`` is NO_PAGE if the
+    tree is empty.
+    """
 
     pad: int
     flags: int
@@ -75,7 +83,11 @@ class Tree(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """The newest meta page: block size, end of the last page in bytes, the tree of trees and the free list."""
+    """The newest meta page of LMDB.
+
+    ``block`` is the size of an LMDB page, ``end`` the offset in the file at which the last one ends. ``main``
+    and ``free`` are the encoded ``Tree`` of the tree of trees and of the free list.
+    """
 
     block: int
     end: int
@@ -85,7 +97,7 @@ class Meta(NamedTuple):
 
 
 def read_meta(fd: int) -> Meta | None:
-    """Return the newer of the two meta pages, or None if one of them cannot be read."""
+    """Return the newer of the two meta pages, or None if one of them is invalid or cannot be read."""
     start = HEADER.size
     first = os.pread(fd, start + _META.size, 0)
     if len(first) < start + _META.size:
@@ -105,9 +117,10 @@ def read_meta(fd: int) -> Meta | None:
 
 
 def prefetch(fd: int, names: Iterable[bytes]) -> int:
-    """Ask the kernel to read the pages of the named trees ahead. Returns how many were requested.
+    """Ask the kernel to read the LMDB pages of the named trees ahead. Returns how many were requested.
 
-    A cold walk would wait for one page at a time; requested together they arrive at the disk's full throughput.
+    A walk through an uncached file would wait for one LMDB page at a time. Requested together, they arrive at
+    the disk's full throughput.
     """
     meta = read_meta(fd)
     if meta is None:
@@ -132,7 +145,7 @@ def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
 
 
 def _will_need(fd: int, block: int, pages: list[int]) -> None:
-    """Request ``pages``, in ascending order; nearby ones share one request."""
+    """Ask the kernel to read these LMDB pages ahead. They must ascend; nearby ones share a request."""
     if not pages:
         return
     first = pages[0]
@@ -148,7 +161,7 @@ def _children(fd: int, block: int, number: int) -> Iterator[int]:
 
 
 def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield name and tree of each node of the main leaf. Our few names fit on one page."""
+    """Yield name and encoded tree of each node of a leaf. TierStore's few names fit on one LMDB page."""
     raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
     for offset, _, _, _, length in _nodes(raw):
         name = raw[offset + NODE.size : offset + NODE.size + length]
@@ -158,7 +171,7 @@ def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, byte
 
 
 def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield offset and the four fields of each node of a page; nothing if the page is truncated or invalid."""
+    """Yield offset and the four fields of each node of an LMDB page. Nodes beyond its end are left out."""
     if len(raw) < HEADER.size:
         return
     lower = HEADER.unpack_from(raw)[3]
@@ -186,7 +199,7 @@ class Damaged(Exception):
 
 
 class Value(NamedTuple):
-    """A value of a tree: its length, and its first page if it has pages of its own, else 0."""
+    """A value of a tree. ``page`` is its first LMDB page if it has pages of its own, else 0."""
 
     key: bytes
     nbytes: int
@@ -197,11 +210,11 @@ class _Node(NamedTuple):
     key: bytes
     nbytes: int  # of the value; in a branch the lower part of the child's page number
     flags: int  # in a branch the upper part of the child's page number
-    at: int  # where the value begins in the page
+    at: int  # where the value begins in the LMDB page
 
 
 class _Part(NamedTuple):
-    """A page of a tree, and the range of keys that may be in it: from ``low``, below ``high``."""
+    """An LMDB page of a tree. Its keys must be ``low`` or above and, if ``high`` is given, below it."""
 
     page: int
     low: bytes
@@ -209,10 +222,11 @@ class _Part(NamedTuple):
 
 
 class PageCount:
-    """Accounts for every page of a file's newest transaction. Not thread-safe.
+    """Accounts for every LMDB page of a file's newest transaction. Not thread-safe.
 
-    What a method has yielded or returned is sound by itself; the file is sound once all trees and the free list were
-    walked. Every method raises Damaged, and OSError unchanged.
+    Each item that a method yields or returns has been checked by itself. The file as a whole is sound only
+    once all trees and the free list have been walked. Every method raises Damaged if it finds damage, and
+    OSError if the file cannot be read.
     """
 
     def __init__(self, fd: int, meta: Meta) -> None:
@@ -232,7 +246,7 @@ class PageCount:
         return found
 
     def free_list(self) -> None:
-        """Account for the pages of the free list and the pages it names."""
+        """Account for the LMDB pages of the free list and for the free pages that it names."""
         before = 0
         free = _tree(self._meta.free, _INTEGER_KEYS, _FREE, pad=self._block)
         for key, raw, flags in self._whole(free, _FREE):
@@ -243,13 +257,13 @@ class PageCount:
             self._take_free(raw)
 
     def small(self, tree: Tree, name: str) -> None:
-        """Account for the pages of a tree and its values, and check the values."""
+        """Account for the LMDB pages of a tree and of its values. Damaged if a value is a tree."""
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
                 raise Damaged(f"{key!r} of the {name} is not a plain value")
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
-        """Yield key and value together, in order, of a tree with fixed sizes KEY_NBYTES and ENTRY_NBYTES."""
+        """Yield key + value of each record in key order. Keys have KEY_NBYTES, values ENTRY_NBYTES."""
         count = 0
         for part in self._leaves(tree, name):
             raw, offsets, upper = self._read(part.page, _LEAF, name)
@@ -264,7 +278,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def values(self, tree: Tree, name: str) -> Iterator[Value]:
-        """Yield the values of a tree in order, reading only the headers of large ones."""
+        """Yield the values of a tree in key order. Of a large value only the header is read."""
         count = 0
         leaves = self._leaves(tree, name)
         while some := list(islice(leaves, _LEAVES_AHEAD)):
@@ -295,7 +309,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
-        """Return a value that has pages of its own."""
+        """Return a value that has LMDB pages of its own; the first one's number is at ``raw[at]``."""
         first = int.from_bytes(raw[at : at + 8], "little")
         self._take_value(first, nbytes, name)
         value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
@@ -304,7 +318,7 @@ class PageCount:
         return value
 
     def _take_value(self, first: int, nbytes: int, name: str) -> None:
-        """Account for the pages that the header of a large value names.
+        """Account for the LMDB pages of a large value, as many as its header says.
 
         They may be more than the value needs, because LMDB shortens values in place.
         """
@@ -320,11 +334,14 @@ class PageCount:
             self._take(first + self._length(nbytes), more, name)
 
     def _length(self, nbytes: int) -> int:
-        """Return the number of pages of a large value."""
+        """Return the number of LMDB pages that a large value of ``nbytes`` needs."""
         return -(-(HEADER.size + nbytes) // self._block)
 
     def _take_free(self, raw: bytes) -> None:
-        """Account for the free pages of one transaction: their number, then the pages in descending order."""
+        """Account for the LMDB pages that one transaction freed.
+
+        ``raw`` holds the number of these pages, then the page numbers in descending order.
+        """
         if not raw or len(raw) % 8:
             raise Damaged(f"the {_FREE} has a record of {len(raw)} bytes")
         count, *numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
@@ -371,7 +388,7 @@ class PageCount:
         return [_Part(*each) for each in zip(pages, keys, highs, strict=True)]
 
     def _leaf(self, part: _Part, name: str) -> Iterator[tuple[bytes, int, int, int, bytes]]:
-        """Yield key, length, flags and place of each value of a leaf, and the leaf itself."""
+        """Yield key, length, flags and offset of each value of a leaf, each with the bytes of the leaf."""
         nodes, raw = self._nodes(part.page, _LEAF, name)
         keys = [_turned(node.key, name) for node in nodes]
         _check_order(keys, part, name)
@@ -379,7 +396,7 @@ class PageCount:
             yield key, node.nbytes, node.flags, node.at, raw
 
     def _nodes(self, number: int, kind: int, name: str) -> tuple[list[_Node], bytes]:
-        """Return the nodes of a page, which follow each other up to its end, and the page."""
+        """Return the nodes of an LMDB page, which must fill it up to its end without gaps, and its bytes."""
         raw, offsets, upper = self._read(number, kind, name)
         nodes, ends = [], {}
         for offset in offsets:
@@ -395,7 +412,7 @@ class PageCount:
         return nodes, raw
 
     def _read(self, number: int, kind: int, name: str) -> tuple[bytes, tuple[int, ...], int]:
-        """Return a page, the offsets of its nodes in key order, and the first node's offset."""
+        """Return the bytes of an LMDB page, the offsets of its nodes in key order, and the lowest offset."""
         raw = os.pread(self._fd, self._block, number * self._block)
         if len(raw) < self._block:
             raise Damaged(f"page {number} of the {name} is truncated")
@@ -413,7 +430,7 @@ def _tree(raw: bytes, flags: int, name: str, *, pad: int = 0) -> Tree:
 
 
 def _turned(key: bytes, name: str) -> bytes:
-    """Return a key in the form in which it is compared."""
+    """Return a key as LMDB compares it: those of the free list are integers, with the lowest byte first."""
     return key[::-1] if name == _FREE else key
 
 
@@ -434,7 +451,10 @@ _SUMMED = KEY_NBYTES + BODY_NBYTES
 
 
 def walk(directory: str, payload: str) -> int | str:
-    """Check the environment in ``directory`` without changing it. Returns its number of records, or what is wrong."""
+    """Check the environment in ``directory`` without changing it.
+
+    Returns its number of catalogue records, or a description of the damage.
+    """
     fd = os.open(os.path.join(directory, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _walk(fd, Path(directory), payload)
@@ -466,7 +486,7 @@ def _walk(fd: int, directory: Path, payload: str) -> int:
 
 
 def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield key and entry of each record, after checking it."""
+    """Yield key and entry of each catalogue record, after verifying its checksum."""
     digest = xxh3_64_digest  # runs a million times: avoid attribute look-ups
     for record in records:
         if digest(record[:_SUMMED]) != record[_SUMMED:]:
@@ -475,7 +495,7 @@ def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 class _Values:
-    """The values that LMDB keeps, to be requested in key order."""
+    """The KV pages that LMDB keeps as values. Call ``of`` with ascending keys."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._values = values
@@ -498,7 +518,7 @@ class _Values:
 
 
 def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
-    """Check that each entry's value has the length, and is on the page, that the entry names."""
+    """Check that each entry's value has the length, and begins on the LMDB page, that the entry names."""
     for key, raw in records:
         if any(raw[LOCATION]):
             raise Damaged(f"catalogue record of {key.hex()} names an extent file where there are none")
@@ -512,7 +532,7 @@ def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> No
 
 
 def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> None:
-    """Check that every entry names a slot of its own."""
+    """Check that every entry names a slot that is long enough, exists, and belongs to no other entry."""
     spans = []
     for key, raw in records:
         first = int.from_bytes(raw[LOCATION], "little")
@@ -524,7 +544,7 @@ def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> Non
 
 
 def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
-    """Check that these ranges of blocks (extent << 32 | block; first, end) exist and do not overlap."""
+    """Check that these ranges (first, end) of blocks (``extent << 32 | block``) exist and do not overlap."""
     spans.sort()
     ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
     before = 0
@@ -540,7 +560,8 @@ def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
 def main() -> int:
     """Print the number of records and return 0, or print the fault to stderr and return another exit code.
 
-    A failure after the first line of stdout is the directory's fault, one before it is this program's.
+    A failure after the first line of stdout counts as damage of the directory, a failure before it as a fault
+    of this program.
     """
     sys.stdout.write("walking\n")
     sys.stdout.flush()
