@@ -1,4 +1,4 @@
-"""Results of submitted transfers, on their way from the I/O threads to the thread that polls."""
+"""Acks of submitted transfers: the I/O threads queue them for the thread that polls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from tierstore.types import Ack, Failure, Transfer
 
 Outcome = int | Failure
-"""Result of one page: its bytes at the destination, or why it failed."""
+"""Result of one page: its number of bytes at the destination, or the reason why it failed."""
 
 
 class Job:
     """One transfer and the state of its pages. Not thread-safe: guarded by the lock of the queue that holds it.
 
-    Pages that take too long can be split off into a second ack, so that nobody waits for them.
+    Pages that take too long can be left to a second ack, so that the first one need not wait for them.
     """
 
     __slots__ = ("_acked", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
@@ -34,9 +34,9 @@ class Job:
         self._spent = 0.0
 
     def spent(self, seconds: float) -> None:
-        """Add to the transfer's share of the busy time, during which its own and other pages were processed.
+        """Add to the transfer's share of the time in which pages of any transfer were processed.
 
-        Time spent queued does not count, because it says nothing about the disk's throughput.
+        Time in a queue does not count, because it says nothing about the disk's throughput.
         """
         self._spent += seconds
 
@@ -44,22 +44,22 @@ class Job:
         """Record the result of page ``index``. Returns whether an ack is due."""
         self._outcomes[index] = outcome
         if index in self._late and not self._acked:
-            self._late.remove(index)  # it was late, but ended before the others
+            self._late.remove(index)  # it was marked as late, but ended before the first ack
             return False
         self._left -= 1
         return self._left == 0
 
     def late(self, index: int) -> bool:
-        """Mark page ``index`` as late: still in progress, but not waited for.
+        """Mark page ``index`` as late: the first ack does not wait for it, although it is still in progress.
 
-        Returns whether an ack of the others is due.
+        Returns whether the first ack is due.
         """
         self._late.append(index)
         self._left -= 1
         return self._left == 0
 
     def ack(self) -> Ack:
-        """Return the ack that is due: for all pages except late ones, or afterwards for the late ones."""
+        """Return the ack that is due: first for all pages that are not late, later for the late ones."""
         late = sorted(self._late)
         places: Sequence[int]
         seconds = 0.0
@@ -86,38 +86,38 @@ class Job:
 
 
 class Shares:
-    """Divides busy time among everything that is in progress at each moment.
+    """Divides time equally among the pieces of work that are in progress at each moment.
 
-    The shares of concurrent work add up to the elapsed time. Not thread-safe.
+    Shares of concurrent work add up to the time in which any was in progress. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._number = 0
         self._at = 0.0
         self._each = 0.0
-        """The share of a page that has been in progress since the start."""
+        """Share in seconds of a piece of work that has been in progress since the start."""
 
     def begin(self, now: float) -> float:
-        """Count one more piece of work. Pass the result to ``end``."""
+        """Count a piece of work as begun. Pass the result to ``end``."""
         self._advance(now)
         self._number += 1
         return self._each
 
     def end(self, begun: float, now: float) -> float:
-        """Count one piece of work less and return its share in seconds."""
+        """Count a piece of work as ended and return its share in seconds."""
         self._advance(now)
         self._number -= 1
         return self._each - begun
 
     def _advance(self, now: float) -> None:
-        """Advance the clock. A thread may bring a time that is earlier than another thread's."""
+        """Advance the clock to ``now``, unless another thread has already advanced it further."""
         if self._number and now > self._at:
             self._each += (now - self._at) / self._number
         self._at = max(self._at, now)
 
 
 class Outbox:
-    """Acks that were not polled yet, and the counters of the I/O threads. Thread-safe."""
+    """Acks that have not been polled yet, and the counters of the I/O threads. Thread-safe."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -131,7 +131,7 @@ class Outbox:
         self._wake()
 
     def wake(self) -> None:
-        """Announce acks that were queued quietly. For I/O threads only, with no lock held."""
+        """Announce acks that ``add_quietly`` queued. For I/O threads only, with no lock held."""
         self._wake()
 
     def add_quietly(self, ack: Ack) -> None:
