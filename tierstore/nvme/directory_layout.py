@@ -1,15 +1,15 @@
 """Layout of the tier's home directory: file names, markers, one sub-directory per (fingerprint, shard).
 
-    home/                      0700; written only if it was empty or is one of ours
+    home/                      mode 0700; it was empty when TierStore first used it
       tierstore-home.json      the marker
       <fingerprint>-<shard>.lock
-      <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept there, and a marker that describes
-                               the model and says which of the two it is
-      <fingerprint>-<shard>.damaged-<n>/   set aside because it was found damaged; only purge deletes it
+      <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept in these, and a marker that
+                               describes the model and says where pages are kept
+      <fingerprint>-<shard>.damaged-<n>/   a damaged sub-directory that was set aside; only purge deletes it
       *.damaged-<n>            a marker or a lock file that could not be used
 
-Files that TierStore does not know are never touched. Standard library only, because the process that examines a
-directory before opening imports this module.
+TierStore never touches files that it does not know. Standard library only, because the process that examines
+a directory before opening imports this module.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ShardMarker:
 
     Attributes:
         key_scheme: How the keys of its pages were made. Markers older than this field have the default.
-        codec: How pages were encoded at the last opening. Records of any codec are read.
+        codec: Codec of the pages written since the last opening. Records of any codec can be read.
         description: Free text of the caller, for people.
-        payload: Where page bytes are, "lmdb" or "extents".
-        readers: Number of threads that read this disk best; 0 if it was not measured.
+        payload: Where the bytes of pages are kept, "lmdb" or "extents".
+        readers: Number of reader threads that suits this disk; 0 if it was not measured.
     """
 
     fingerprint: str
@@ -90,8 +90,9 @@ class ShardMarker:
 def claim(path: Path) -> Path:
     """Make ``path`` a home, or check that it is one, and return it resolved.
 
-    Only a missing or an empty directory becomes a home, or one that was being made when a process died. A missing or
-    damaged marker of a home is replaced, with one warning.
+    A directory becomes a home only if it is missing or empty, or if a process died while it made the
+    directory a home. If the marker of an existing home is missing or damaged, it is replaced, with one
+    warning.
 
     Raises:
         ConfigError: The directory holds other files, or cannot be used. It is left unchanged.
@@ -113,7 +114,7 @@ def claim(path: Path) -> Path:
 
 
 def require_home(home: Path) -> None:
-    """Raise ConfigError unless ``home`` is a home. Changes nothing; for a damaged marker it only warns."""
+    """Raise ConfigError unless ``home`` is a home. Changes nothing. A damaged marker only logs a warning."""
     if not home.exists():
         raise ConfigError(f"nvme.path is {home}, which does not exist; name a directory that TierStore made")
     try:
@@ -132,7 +133,7 @@ def _marker_fault(home: Path) -> str | None:
     """Return what is wrong with the marker of a home, or None.
 
     A directory is ours if its marker says so, if a sub-directory has a marker that fits its name, or if it has a
-    damaged marker and otherwise only files with names of ours.
+    damaged marker and otherwise only files with names that TierStore gives.
 
     Raises:
         ConfigError: The directory is not ours, or a home of a newer version.
@@ -172,7 +173,7 @@ def _has_own_shard(home: Path) -> bool:
 
 
 def _all_ours(home: Path) -> bool:
-    """Return whether everything except the marker is an empty sub-directory or a file with a name of ours."""
+    """Return whether everything but the marker is an empty sub-directory or named like a file of ours."""
     names = (HOME_MARKER, _on_its_way(home / HOME_MARKER).name)
     for path in home.iterdir():
         if path.is_dir() and not path.is_symlink() and path.name != HOME_MARKER:
@@ -184,7 +185,7 @@ def _all_ours(home: Path) -> bool:
 
 
 def _mend_marker(home: Path, fault: str) -> None:
-    """Replace the home's damaged marker and keep the old one. If the disk is full, the home is used as it is."""
+    """Replace the home's damaged marker, which is renamed. On a full disk the home stays as it is."""
     marker = home / HOME_MARKER
     try:
         aside = move_aside(marker) if os.path.lexists(marker) else None
@@ -219,7 +220,7 @@ def shard_name(fingerprint: str, shard: int) -> str:
 
 
 def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
-    """Yield path, fingerprint and "set aside as damaged" of every sub-directory of ours, sorted by name."""
+    """Yield path and fingerprint of each sub-directory, and whether it was set aside as damaged, by name."""
     for path in sorted(home.iterdir()):
         match = _SHARD_NAME.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
@@ -254,7 +255,7 @@ def extent_sizes(directory: Path) -> dict[int, int]:
 
 
 def remove_extents(directory: Path) -> None:
-    """Delete all extent files. The caller holds the lock, and no catalogue names them."""
+    """Delete all extent files. The caller must hold the lock, and no catalogue may name them."""
     for number in extent_sizes(directory):
         extent_path(directory, number).unlink(missing_ok=True)
 
@@ -268,11 +269,11 @@ def read_marker(directory: Path) -> ShardMarker | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read what ``write_json`` wrote. Never blocks on a FIFO.
+    """Return the value that ``write_json`` wrote to ``path``. Never blocks on a FIFO.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is damaged.
+        ValueError: The file is damaged.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -297,7 +298,7 @@ def odd_kind(path: Path) -> str | None:
 
 
 def unreadable(path: Path, flags: int = os.O_RDWR) -> str | None:
-    """Return why the regular file at ``path`` cannot be opened with these flags, or None.
+    """Return a phrase if permissions keep the file at ``path`` from being opened with ``flags``, else None.
 
     Opens and closes the file. Do not call it for LMDB's files while an environment is open: closing drops LMDB's locks.
     """
@@ -310,7 +311,7 @@ def unreadable(path: Path, flags: int = os.O_RDWR) -> str | None:
 
 
 def fresh_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Create and open an empty file that only the owner can read, after removing a leftover. Raises OSError."""
+    """Replace anything at ``path`` by an empty file with mode 0600, and open it. Raises OSError."""
     with suppress(FileNotFoundError):
         remove_leftover(path)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -335,7 +336,7 @@ def set_aside(directory: Path) -> Path:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename ``path`` to a free name with ``.damaged-<n>`` and return that."""
+    """Append ``.damaged-<n>`` with the first free number to the name of ``path``; return the new path."""
     number = 1
     while os.path.lexists(target := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -345,7 +346,8 @@ def move_aside(path: Path) -> Path:
 
 def remove(directory: Path) -> bool:
     """Delete our files in a sub-directory, whose lock the caller holds. Returns whether the directory is gone too."""
-    # The catalogue first, so that an interruption leaves no entries without bytes. The marker last: it names our files.
+    # The catalogue goes first, so that an interruption leaves no entries without bytes. The marker goes last,
+    # because it identifies the directory as TierStore's.
     names = sorted(path.name for path in directory.iterdir() if _is_ours(path.name))
     for name in sorted(names, key=lambda name: (name == SHARD_MARKER, name != DATA_FILE)):
         try:
@@ -375,7 +377,7 @@ def disk_nbytes(directory: Path) -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace ``path`` by ``value`` as JSON with mode 0600, atomically."""
+    """Atomically replace ``path`` by a file with mode 0600 that holds ``value`` as JSON."""
     temporary = _on_its_way(path)
     fd = fresh_file(temporary, os.O_WRONLY)
     try:
@@ -391,9 +393,9 @@ def write_json(path: Path, value: object) -> None:
 
 
 def odd_files(directory: Path) -> dict[str, str]:
-    """Return, by name, what stands in the place of our files in a sub-directory and is unusable."""
+    """Return the unusable files in a sub-directory that have names of TierStore's files, with the reasons."""
     names = sorted(path.name for path in directory.iterdir())
-    # Not the tombstones: an odd file in their place counts as one that names every page.
+    # Without the tombstones: an unusable file in their place counts as one that names every page.
     ours = [n for n in names if _is_ours(n) and n != TOMBSTONES_FILE and _DAMAGED.search(n) is None]
     kinds = {name: odd_kind(directory / name) or unreadable(directory / name) for name in ours}
     return {name: kind for name, kind in kinds.items() if kind is not None}
@@ -421,7 +423,7 @@ _ODD_KINDS = (
 
 @contextmanager
 def alone(home: Path) -> Iterator[None]:
-    """Exclude other processes from the time between looking for the marker and writing it."""
+    """Lock ``home``, so that no other process can look for the marker and write it at the same time."""
     fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _BUSY_S
