@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 
 
 class Watchdog:
-    """A daemon thread that calls each of ``looks`` with time.monotonic(), often enough for ``timeout_s``."""
+    """A daemon thread that calls each of ``looks`` with time.monotonic(), four times per ``timeout_s``."""
 
     def __init__(self, looks: Sequence[Callable[[float], None]], timeout_s: float) -> None:
         self._looks = looks
@@ -47,7 +47,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin no further checks. Waits briefly for one in progress, which never does I/O."""
+        """Stop checking. Waits briefly for a check in progress, which never does I/O."""
         self._over.set()
         self._thread.join(_CLOSE_S)  # limited: a signal handler may have left a lock held
 
@@ -66,8 +66,8 @@ _log = logging.getLogger("tierstore.nvme.tier")
 class NvmeTier:
     """One (fingerprint, shard) of a home directory, held exclusively by this process.
 
-    All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once its
-    transfer's Ack is out. In a forked child all methods raise StoreClosed.
+    All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once
+    ``poll`` has returned its transfer's Ack. In a forked child all methods raise StoreClosed.
     """
 
     tier: ClassVar[Tier] = Tier.NVME
@@ -77,7 +77,7 @@ class NvmeTier:
     """Largest cost of one page's record on disk, including its share of the catalogue."""
 
     budget_nbytes: int
-    """Limit of the sum of record bytes with which everything on disk stays within the capacity."""
+    """Largest sum of record bytes with which all files of the tier stay within the capacity."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class NvmeTier:
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
         self.read_only = isinstance(shard, FrozenShard)
-        """Whether it was opened to be read only. ``budget_nbytes`` is then what its records take."""
+        """Whether the tier was opened read-only. ``budget_nbytes`` is then what its records take now."""
         self._form = coding.form
         self._view_nbytes = page_nbytes if self._form is None else self._form.view_nbytes
         self._directory = shard.directory
@@ -158,7 +158,7 @@ class NvmeTier:
         Args:
             path: The home directory.
             capacity: Limit in bytes for everything in the sub-directory on disk.
-            wake: Called from an I/O thread, with no lock held, for each Ack.
+            wake: Called from an I/O thread, with no lock held, when a transfer or a sync has ended.
             description: Stored in the marker, for people.
             payload: Keep page bytes in "lmdb" or in "extents"; records of the other kind are removed with one warning.
                 "auto" keeps the existing kind, and for a new directory writes 32 MiB to measure the disk.
@@ -166,9 +166,10 @@ class NvmeTier:
                 ``layout``.
             held: Codec of the pages in memory (``codecs.host_format``). They are written as they are, or with their
                 codes compressed.
-            readers: Number of reader threads. None: as many as the disk needs for 95 % of its throughput, measured when
-                a directory of at least 1 GiB is made and stored there, else 2.
-            timeout_s: A read or a batch of writes that takes longer is not waited for; see ``submit_*`` and ``state``.
+            readers: Number of reader threads. None: as many as the disk needs for 95 % of its throughput. This
+                is measured and stored when a directory of at least 1 GiB is made; otherwise it is 2.
+            timeout_s: Seconds after which callers no longer wait for a read or a batch of writes; see
+                ``submit_*`` and ``state``.
             read_only: The sub-directory must exist. Nothing is written to it, and other processes may read it too;
                 ``capacity`` and ``payload`` have no effect.
 
@@ -203,7 +204,8 @@ class NvmeTier:
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
         """Yield key, parent and bytes on disk of every record found at opening. Call it once, before any ``submit_*``.
 
-        They sum to at most ``budget_nbytes``: records beyond a lowered capacity are erased.
+        The sizes sum to at most ``budget_nbytes``. After the capacity was lowered, records beyond that are
+        erased instead.
         """
         self._guard()
         room = self.budget_nbytes
@@ -225,11 +227,12 @@ class NvmeTier:
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         """Store ``pages[i]`` under ``transfer.keys[i]``, replacing what was there.
 
-        A page that failed left no record. While a batch hangs, transfers behind it fail as UNAVAILABLE.
+        A page that failed leaves no record. While a batch hangs, transfers behind it fail as UNAVAILABLE.
 
         Args:
             transfer: Names the keys. The ``nbytes`` of its Ack are record bytes on disk.
-            pages: Flat uint8 of page_nbytes, or of the length that memory holds. They must not change before the Ack.
+            pages: Flat uint8 of page_nbytes, or of a slot's view (``HostFormat.view_nbytes``) if memory holds
+                encoded pages. They must not change before the Ack.
         """
         self._guard()
         self._check(transfer, pages)
@@ -241,8 +244,9 @@ class NvmeTier:
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
         """Fill ``out[i]`` with the page of ``transfer.keys[i]``.
 
-        A read that hangs is ``late`` in a first Ack; a second Ack says when nothing writes ``out[i]`` any more. While
-        the disk hangs or fails, pages are UNAVAILABLE at once, except for an occasional probe.
+        A page whose read hangs is ``late`` in a first Ack. A second Ack follows once nothing writes to
+        ``out[i]`` any more. While the disk hangs or fails reads, pages fail as UNAVAILABLE at once, except
+        for an occasional probe.
 
         Args:
             transfer: Names the keys. The ``nbytes`` of its Ack are page bytes.
@@ -259,17 +263,17 @@ class NvmeTier:
         self._writer.submit_erase(keys)
 
     def poll(self) -> list[Ack]:
-        """Return the transfers finished since the last call, oldest first. Works after ``close`` too."""
+        """Return the Acks of transfers ended since the last call, oldest first. Works after ``close`` too."""
         self._guard()
         return self._outbox.take()
 
     def sync(self, timeout_s: float) -> bool:
-        """Wait until every write submitted before is durable or acked as failed, and every erase is durable.
+        """Wait until every write submitted so far is durable or acked as failed, and every erase is durable.
 
         An erase is durable when a restart does not bring the page back: the record is deleted, or a tombstone names it.
 
         Returns:
-            False if that did not happen in time, or the disk refuses it.
+            False if that did not happen in time, or if the disk refuses it.
         """
         self._guard()
         return self._writer.sync(timeout_s)
@@ -285,7 +289,7 @@ class NvmeTier:
 
     @property
     def pending_erases(self) -> int:
-        """Erased pages that a restart now could bring back."""
+        """Number of erased pages that a restart now could bring back."""
         return self._writer.pending_erases
 
     @property
@@ -296,11 +300,11 @@ class NvmeTier:
     def close(self, timeout_s: float) -> bool:
         """Write what is queued, fail queued reads with CLOSED, end the threads, and release environment and lock.
 
-        A call after True has no effect.
+        Once it has returned True, another call has no effect.
 
         Returns:
-            False if a thread did not end in time: work that it has not begun is failed, it keeps the environment and
-                the lock, and another ``close`` tries again.
+            False if a thread did not end in time. Work that has not begun then fails, the environment stays
+                open and the lock held, and another ``close`` tries again.
         """
         if os.getpid() != self._pid or self._closed:
             return True
@@ -326,8 +330,9 @@ class NvmeTier:
     def state(self) -> Literal["ok", "read_only", "absent"]:
         """State of the disk: "ok", "absent" or "read_only".
 
-        "absent" while reads are not tried because the disk hangs or fails them; "read_only" while writes fail, or one
-        takes longer than ``flush`` waits for it. A tier that was opened read-only is "ok" while its disk is.
+        "absent" while reads are not tried because the disk hangs or fails them; "read_only" while writes
+        fail, or while one takes longer than the timeout or than a flush waits for it. A tier that was opened
+        read-only is "ok" unless it is "absent".
         """
         if self._readers.absent:
             return "absent"
@@ -343,7 +348,7 @@ class NvmeTier:
         counts = self._outbox.counts()
         hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
-            with suppress(OSError):  # no file descriptor is left to look with: keep the last value
+            with suppress(OSError):  # for example if no file descriptor is left: keep the last value
                 self._disk_nbytes = directory_layout.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),
