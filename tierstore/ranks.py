@@ -1,7 +1,8 @@
-"""A directory whose movers are other processes, one per rank: it combines what they opened and what they answer.
+"""A directory whose movers are other processes, one per rank: combines the ranks' sizes and acks.
 
-Each rank holds its own shard of every page in slots with the same numbers, so one transfer serves all ranks, and a page
-exists where all ranks have it. Only plain data crosses processes; transporting it is the caller's business.
+Each rank holds its own shard of every page in slots with the same numbers, so one transfer serves all ranks,
+and a page is in a tier only if all ranks have it there. Only plain data crosses processes; the caller
+transports it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _log = logging.getLogger("tierstore.apart")
 Record = tuple["PageKey", "PageKey | None", int]
 
 _SAYS_NOTHING = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
-"""Failures of one rank's part of a page. What another rank found has precedence."""
+"""Failures that say nothing about the page. Another rank's failure of the same page takes precedence."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What one rank has opened: the engine's slots, slots of host memory, and the disk, or None without one."""
+    """What one rank has opened: HBM slots of the engine, host memory slots, and the disk, if it has one."""
 
     num_slots: int
     host_slots: int
@@ -47,7 +48,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Disk:
-    """A rank's NVMe tier: its sizes, and key, parent and bytes of each record found at opening."""
+    """A rank's NVMe tier: its sizes, and the key, parent and bytes of each record found at opening."""
 
     record_nbytes: int
     budget_nbytes: int
@@ -67,7 +68,8 @@ class _Host:
 class Ranks:
     """A ``Mover`` for many ranks. Not thread-safe, like any mover.
 
-    Commands wait in ``take`` until the caller carries them to all ranks; ``deliver`` brings the acks back.
+    Commands are queued until the caller gets them from ``take`` and carries them to all ranks. It passes the
+    ranks' acks to ``deliver``.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -92,7 +94,7 @@ class Ranks:
                 _log.warning("rank %d: %s", rank, trouble)
 
     def health(self) -> dict[int, RankHealth]:
-        """Return every rank's last reported health, with what is known here about its transfers. Thread-safe."""
+        """Return every rank's last reported health, with its failed pages and open transfers. Thread-safe."""
         merging = list(self._merging.values())
         return {
             rank: replace(
@@ -115,7 +117,7 @@ class Ranks:
         return commands
 
     def deliver(self, rank: int, acks: Iterable[Ack]) -> None:
-        """Process a rank's acks. A record that only some ranks have is removed from all."""
+        """Process a rank's acks. A record that only some ranks have written is erased on all."""
         for ack in acks:
             merging = self._merging[ack.transfer_id]
             self._failed[rank] += merging.take(rank, ack)
@@ -135,25 +137,25 @@ class Ranks:
 
     @property
     def waiting(self) -> bool:
-        """Whether commands wait to be carried to the ranks, or for their answer."""
+        """Whether commands are still to be carried to the ranks, or still to be acked by them."""
         return bool(self._outbox or self._merging)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return that nothing is known until the transfer ends."""
+        """Return NOT_YET: until a transfer has ended, nothing is known here about its layers."""
         return NOT_YET
 
     def poll(self) -> list[Ack]:
-        """Return the transfers that have ended on all ranks since the last call."""
+        """Return the acks of transfers that have ended on all ranks since the last call."""
         acks = list(self._acks)
         self._acks.clear()
         return acks
 
     def begin_sync(self) -> SyncMark | None:
-        """Return None: records are written, and waited for, in the ranks' processes."""
+        """Return None: the ranks' processes write the records, and wait for them."""
         return None
 
     def give_up_waiting(self) -> None:
-        """Do nothing: nobody waits here."""
+        """Do nothing: this process does not wait for disks."""
 
     @property
     def pending_erases(self) -> int:
@@ -189,7 +191,7 @@ def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
 
 
 def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Opened], ranks: Ranks) -> Parts:
-    """Build a store that decides here what ``ranks`` do, for an engine that owns HBM. Opens nothing.
+    """Build a store in this process whose commands ``ranks`` carry out; the engine owns HBM. Opens nothing.
 
     Raises:
         ConfigError: The ranks have opened different sizes.
@@ -221,20 +223,20 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
 
 @dataclass(slots=True)
 class _Merging:
-    """One transfer on its way through all ranks. Places are positions in the transfer as submitted."""
+    """One transfer, and the result of each rank so far. A place is an index into ``transfer.keys``."""
 
     transfer: Transfer
     current: list[int]
-    """Places that are not settled: what the directory's transfer consists of now."""
+    """Places that are not settled. Positions in an Ack for the directory are indices into this list."""
     open_by_rank: list[list[int]]
     outcomes: list[dict[int, Failure | int]]
-    """Result by place, for each rank: the reason why the page failed, or its bytes."""
+    """For each rank the results by place: the reason why the page failed, or its number of bytes."""
     told: set[int] = field(default_factory=set)
     late: bool = False
     """Whether the remaining places were reported as late."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
-    """Pages of the last answer that have arrived on some ranks and not on all."""
+    """Keys of pages in the last answer that arrived on some ranks but not on all."""
 
     @classmethod
     def of(cls, transfer: Transfer, ranks: int) -> _Merging:
@@ -246,7 +248,7 @@ class _Merging:
         return rank not in self.told or bool(self.open_by_rank[rank])
 
     def take(self, rank: int, ack: Ack) -> int:
-        """Process a rank's ack. Returns how many pages it failed to move."""
+        """Process a rank's ack. Returns how many pages the rank failed to move."""
         places, late = self.open_by_rank[rank], set(ack.late)
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -264,7 +266,8 @@ class _Merging:
     def answer(self) -> Ack | None:
         """Return the ack for all ranks, or None if it is not due.
 
-        Pages late on one rank are late once all have answered.
+        It is due once every rank has answered; a page that is late on one rank is late in it. A second one is
+        due once no page is late any more.
         """
         late = [i for i, place in enumerate(self.current) if any(place not in o for o in self.outcomes)]
         if len(self.told) < len(self.outcomes) or (self.late and late):
