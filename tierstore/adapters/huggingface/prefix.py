@@ -1,9 +1,9 @@
-"""The stored prefix of a prompt: how it is found, loaded into HBM, leased, and awaited layer by layer.
+"""Find the stored prefix of a prompt, load it into HBM, lease it, and wait for it layer by layer.
 
-``open_prefix`` fills a block table with the longest stored prefix. ``Prefixes`` is the index that finds a stored page
-of which only the beginning matches the prompt. ``Arrival`` lets the first layers be computed while the bytes of the
-last ones are still in flight, like the layer-wise loads of LMCache and LayerKV. ``Holding`` keeps sealed pages under a
-lease.
+``open_prefix`` fills a block table with the longest stored prefix. ``Prefixes`` is an index that also finds a
+stored page if only its beginning matches the prompt. ``Arrival`` lets the first layers be computed while the
+bytes of the last ones are still in flight, like the layer-wise loads of LMCache and LayerKV. ``Holding``
+keeps sealed pages under a lease.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S = 0.001
 
 
 class Arrival:
-    """Pages that a sequence waits for. For the sequence's thread."""
+    """The pages that a sequence waits for. Use it from the sequence's thread only."""
 
     def __init__(self, pages: PageGroups, lease: Lease, slots: Sequence[int], timeout_s: float) -> None:
         """Wait for the pages of ``lease``, in ``slots``. The sequence, not this object, releases the lease."""
@@ -38,7 +38,7 @@ class Arrival:
         self._slots = list(slots)
         self._deadline = monotonic() + timeout_s
         self.half: Lease | None = None
-        """Lease of the page that is to be copied; released at the end."""
+        """Lease of the page that is to be copied, or None. ``settle`` and ``drop`` release it."""
         self._into = -1
         self._missed = False
         """True if a layer was computed without its bytes or over other slots. It stays True if they arrive later."""
@@ -46,7 +46,7 @@ class Arrival:
 
     @property
     def over(self) -> bool:
-        """Whether everything has arrived. Ends nothing; call ``settle``."""
+        """Whether everything has arrived. Call ``settle`` all the same: it ends the arrival."""
         here = self.half is None and self._pages.reach(self._lease, 0.0) is LeaseState.READY
         return here and self._in_place()
 
@@ -59,14 +59,14 @@ class Arrival:
         return not self._missed and self._in_place()
 
     def copy_page(self, lease: Lease, into: int) -> None:
-        """Copy the only page of ``lease`` into a slot, layer by layer as it arrives. Releases the lease at the end."""
+        """Copy the only page of ``lease`` into slot ``into``, layer by layer as it comes. Owns the lease."""
         self.half, self._into = lease, into
 
     def layer(self, group: int, index: int) -> None:
         """Make the caller's current stream (on the CPU: the caller) wait for this layer of KV group ``group``.
 
-        Waits until the deadline at most. What is computed over a layer that did not arrive is void, even if it arrives
-        before the end.
+        The wait ends at the deadline. If a layer has not arrived by then, the result of this forward pass is
+        void, even if the layer arrives before the pass ends.
         """
         here = self._queued(self._lease, index) and (self.half is None or self._queued(self.half, index))
         self._missed |= not here
@@ -77,11 +77,12 @@ class Arrival:
             self._copied.add((group, index))
 
     def settle(self) -> tuple[int, bool]:
-        """Wait for the rest.
+        """Wait for the remaining layers and pages.
 
         Returns:
-            How many pages of the lease arrived, and whether the copied page is right. After the deadline, then or at an
-                earlier layer, no page counts: the sequence must release the lease.
+            The number of pages of the lease that arrived, and whether the copied page is right. If the
+                deadline passed, in this call or at an earlier layer, no page counts and the sequence must release
+                the lease.
         """
         here = not self._missed and self._ended(self._lease)
         pages = self._lease.num_pages if here else 0
@@ -97,7 +98,7 @@ class Arrival:
         return pages, whole
 
     def drop(self) -> None:
-        """Release what is awaited; nobody continues from it."""
+        """Release the lease of the page to be copied, because the sequence ends."""
         half, self.half = self.half, None
         if half is not None:
             with suppress(StoreClosed):
@@ -128,7 +129,7 @@ class Arrival:
 
 
 class SharedLease:
-    """A lease that several sequences of a family hold. The last one to let go releases it."""
+    """A lease that a sequence and its forks hold. The last one to let go releases it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -147,29 +148,31 @@ class SharedLease:
 
 
 class Holding:
-    """The pages that a sequence holds: consecutive page numbers. Not thread-safe, like the sequence."""
+    """The pages that a sequence holds, with consecutive numbers. Not thread-safe, like the sequence."""
 
     def __init__(self, terms: Terms, lease: SharedLease, pages: range, exact: bool | None = None) -> None:
-        """Take over a hold of ``lease``.
+        """Take over one hold of ``lease``.
 
         Args:
-            exact: Whether every lease before it was exact; None if there was none.
+            exact: Whether every lease of the sequence, this one included, was exact; None if this is the
+                first.
         """
         self.pages = pages
         self.exact = lease.lease.exact if exact is None else exact
-        """Whether every lease that the sequence had was exact."""
+        """Whether every lease that the sequence has held was exact."""
         self._terms = terms
         self._lease = lease
 
     def share(self) -> Holding:
-        """Return the same hold for a fork."""
+        """Add a holder to the lease and return the fork's holding of the same pages."""
         return Holding(self._terms, self._lease.share(), self.pages, self.exact)
 
     def own(self, keys: Sequence[PageKey], slots: Sequence[int], pages: range) -> bool:
         """Hold exactly these pages, under a lease of this sequence alone.
 
-        The store takes the last page of a lease as the parent of the next one sealed under it. Pages computed over
-        inexact pages are refused once a window has left those behind, because they would be taken for exact.
+        The store takes the last page of a lease as the parent of the next page sealed under it. If the
+        sequence held inexact pages that its window has since left behind, an exact lease is refused: pages
+        computed over the inexact ones would be taken for exact.
 
         Args:
             keys: Keys of the pages.
@@ -177,8 +180,8 @@ class Holding:
             pages: Numbers of the pages in the sequence.
 
         Returns:
-            False, with nothing changed, if one of the pages was evicted. Then no later page of this sequence can be
-                found, and nothing is sealed.
+            False, with nothing changed, if a page was evicted or the lease is refused. The caller must then
+                seal no more pages of this sequence.
         """
         lease = self._terms.store.acquire(keys, exact=self._terms.exact)
         if lease.slots != slots or (lease.exact and not self.exact):
@@ -189,13 +192,13 @@ class Holding:
         return True
 
     def owns(self, pages: range) -> bool:
-        """Return whether it alone holds exactly these pages."""
+        """Return whether this sequence alone holds exactly these pages."""
         return self._lease.holders == 1 and self.pages == pages
 
     def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
-        """Give pages from number ``start`` on to the store and hold them.
+        """Put pages from number ``start`` on into the store and hold them.
 
-        Returns the slots that the store answers with.
+        Returns the slots in which the store keeps them.
         """
         kept = self._terms.store.put(
             keys,
@@ -210,11 +213,11 @@ class Holding:
     def wait_for_writers(self) -> None:
         """Wait until the held pages can be read.
 
-        Another request may have sealed the same ones and still be writing them. On a GPU the current stream waits, not
-        the host.
+        Another request may have sealed the same pages and still be writing them. On a GPU the current stream
+        waits, not the host.
 
         Raises:
-            TimeoutError: They are not written in time.
+            TimeoutError: The pages are not written in time.
         """
         timeout_s = self._terms.timeout_s
         if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:
@@ -223,18 +226,18 @@ class Holding:
             )
 
     def nothing(self) -> None:
-        """Release every page, because somebody needs space."""
+        """Release every page, to make space, and go on holding none."""
         self._lease.let_go()
         self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
         self.pages = range(0)
 
     def let_go(self) -> None:
-        """Release everything, as the last call. Raises StoreClosed if the store has been closed."""
+        """Release everything. No call may follow. Raises StoreClosed if the store has been closed."""
         self._lease.let_go()
 
 
 class Prefixes:
-    """A thread-safe ``RadixIndex``. It lives as long as the process and fills up again after a restart."""
+    """A thread-safe ``RadixIndex`` in memory. Empty after a restart, it fills up as pages are sealed."""
 
     def __init__(self, page_size: int) -> None:
         self._index = RadixIndex(page_size)
@@ -246,7 +249,7 @@ class Prefixes:
             self._index.insert(root, token_ids, keys)
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """Return the pages that were sealed with these tokens, and the one that begins like the rest."""
+        """Return the pages sealed with these tokens, and the page that begins with the tokens after them."""
         with self._lock:
             return self._index.longest(root, token_ids)
 
@@ -256,7 +259,7 @@ class Prefixes:
             self._index.discard(key)
 
 
-# Requests of one store share its index, whoever made them. It is dropped together with the store.
+# All requests of a store share its index, which is dropped together with the store.
 _of_store: WeakKeyDictionary[TierStore, Prefixes] = WeakKeyDictionary()
 _lock = Lock()
 
@@ -270,12 +273,12 @@ def prefixes_of(store: TierStore, page_size: int) -> Prefixes:
 
 
 ROLLBACK = 64
-"""Tokens kept behind a window, so that a rollback (rejected drafts) finds what it needs."""
+"""Number of tokens kept behind a window, so that a rollback (rejected drafts) still finds its K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The page that a session left half-full: its own slot, and what each model has written there."""
+    """The half-full page that a session kept, in a slot of its own."""
 
     slot: int
     page: int
@@ -284,31 +287,31 @@ class Tail:
     exact: bool
     """Whether all pages before it were exact when it was written."""
     root: bytes
-    """Root of the request that wrote it. Requests with another salt, extra or other weights cannot use it."""
+    """Root of the request that wrote it. A request whose salt, extra or weights differ cannot use it."""
 
 
 @dataclass(slots=True)
 class Opening:
-    """The stored part of a prompt: a ``table`` with its first ``num_tokens``, in pages held by ``lease``."""
+    """The stored part of a prompt. ``table`` has its first ``num_tokens``, in pages that ``lease`` holds."""
 
     table: BlockTable
     lease: SharedLease
     leased: range
-    """The pages under the lease."""
+    """Numbers of the pages under the lease."""
     origins: list[tuple[Tier, int]] = field(default_factory=list)
     """Where the tokens were found, in order: tier and number of tokens."""
     copied_tokens: int = 0
     """Tokens of a page that was copied because the prompt diverges from it inside."""
     keys: Sequence[PageKey] = ()
-    """Keys of the prompt's full pages; empty if nothing is looked up."""
+    """Keys of the prompt's full pages; empty if the request does not look up pages."""
     arrival: Arrival | None = None
-    """What is still in flight, or None."""
+    """The pages still in flight, or None."""
 
 
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
-    """Fill an empty ``table`` with what the store has of ``prompt``. Waits up to ``terms.timeout_s``.
+    """Fill an empty ``table`` with the stored prefix of ``prompt``. Waits up to ``terms.timeout_s``.
 
-    ``tail`` is used if it fits, and otherwise given back, also if this raises.
+    ``tail`` is used if it fits; otherwise, and if this raises, its slot is freed.
     """
     with given_back(terms.store, tail):
         keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
@@ -338,7 +341,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
 
 
 def give_back(store: TierStore, tail: Tail | None) -> None:
-    """Free the slot of a tail that nobody will continue. A closed store has already taken it back."""
+    """Free the slot of a tail that no request will continue. A closed store has already freed it."""
     if tail is not None:
         with suppress(StoreClosed):
             store.free([tail.slot])
@@ -355,15 +358,15 @@ def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
 
 
 def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
-    """Return the first page that a query after ``num_tokens`` tokens, or slightly earlier, still looks at."""
+    """Return the first page that a query after ``num_tokens`` tokens, or up to ROLLBACK earlier, looks at."""
     return 0 if terms.window is None else max(0, num_tokens - terms.window - ROLLBACK) // page_size
 
 
 def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[int], list[Tier]]:
     """Return a lease on the stored prefix of ``keys``, its slots, and where each page of the prefix was found.
 
-    The lease may begin later than the prefix: with windows, pages that no query looks at are not loaded. Layer by layer
-    (``Terms.by_layers``), a page of it may still fail to arrive.
+    The lease may begin later than the prefix: with windows, pages that no query looks at are not loaded. With
+    ``Terms.by_layers``, a page of the lease may still fail to arrive.
     """
     store = terms.store
     found = [] if terms.window is None else list(store.match(keys).tiers)
@@ -384,14 +387,14 @@ def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease,
             # a page may be evicted between the two calls
             del slots[len(tiers) :], tiers[len(slots) :]
             return lease, slots, found[:first] + tiers
-        # A page of the window is gone; the shorter prefix before it has a window of its own.
+        # A page of the window is missing: try the shorter prefix before it, whose window begins earlier.
         count = first + len(slots) if slots else 0
         lease.release()
     return store.acquire([], exact=terms.exact), [], []
 
 
 def _comes(terms: Terms, lease: Lease) -> bool:
-    """Wait for pages. Layer by layer, pages from disk count once their first layer is in flight."""
+    """Wait for the pages; with ``Terms.by_layers``, until the first layer of those on disk is in flight."""
     if not terms.by_layers:
         return terms.pages.reach(lease, terms.timeout_s) is not LeaseState.PENDING
     if all(terms.store.tiers[tier].in_memory for tier in set(lease.tiers)):
@@ -405,8 +408,8 @@ def _comes(terms: Terms, lease: Lease) -> bool:
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
     """Continue the page that the session kept, as far as the prompt agrees with it.
 
-    Not a page computed with other weights, nor an inexact one after exact pages: what is sealed under their lease would
-    be taken for exact.
+    A page computed with other weights is not used. Neither is an inexact page after exact ones, because pages
+    sealed under their lease would be taken for exact.
     """
     table = opening.table
     start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
@@ -447,7 +450,7 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
 
 
 def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
-    """Copy now, or layer by layer as the page arrives; in that case the arrival owns the lease."""
+    """Copy the page now, or let ``opening.arrival`` copy it layer by layer and own the lease."""
     try:
         (slot,) = terms.store.allocate(1, timeout_s=terms.timeout_s)
     except CapacityError:
