@@ -1,4 +1,4 @@
-"""The geometry of a model's pages, and which models can be served."""
+"""The geometry of a model's pages, and checks whether this adapter can serve the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.page import PageLayout, PageSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a model layer's K and V are: a KV group of the page, and the layer's index in it."""
+    """The KV group of a page that holds a model layer's K and V, and the layer's index in the group."""
 
     group: int
     index: int
@@ -25,9 +25,10 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The K and V of a model: its layers by KV group, and how far back each group looks.
+    """The K and V of a model: the place of each layer, and how many tokens each KV group looks back.
 
-    Full attention comes first, then sliding windows. A model with one kind of layers has one group.
+    The group of full attention comes first, then the one of sliding windows. A model whose layers are all of
+    one kind has one group.
     """
 
     places: tuple[LayerPlace, ...]
@@ -38,13 +39,13 @@ class KvShape:
 
     @property
     def window(self) -> int | None:
-        """Tokens that any layer looks back; None if one of them looks back to the first."""
+        """Most tokens that any layer looks back; None if a layer looks back to the first token."""
         spans = [span for span in self.windows if span is not None]
         return max(spans) if len(spans) == len(self.windows) else None
 
 
 def kv_shape(config: PreTrainedConfig) -> KvShape:
-    """Return the K and V of a model. ValueError, with the reason, if this adapter cannot serve it."""
+    """Return the K and V of a model. ValueError, with the reason, if this adapter cannot serve the model."""
     text = config.get_text_config(decoder=True).to_dict()
     kinds = layer_kinds(text)
     order: list[str] = [kind for kind in ("full_attention", "sliding_attention") if kind in kinds]
@@ -68,10 +69,12 @@ def page_spec(config: PreTrainedConfig, page_size: int, dtype: torch.dtype | str
         config: The model's configuration.
         page_size: Tokens per page.
         dtype: Dtype of the K/V that the model computes (``model.dtype``).
-        model_id: Must change whenever equal tokens would give other K/V (``model_identity``).
+        model_id: A string that must change whenever equal tokens would give other K/V (see
+            ``model_identity``).
 
     Raises:
-        ValueError: This adapter cannot serve the model, or it needs several KV groups (``page_specs``).
+        ValueError: This adapter cannot serve the model, or the model needs several KV groups (see
+            ``page_specs``).
     """
     specs = _specs(kv_shape(config), page_size, dtype, model_id, first_group=0)
     if len(specs) > 1:
@@ -90,16 +93,17 @@ def page_specs(
     draft: PreTrainedModel | None = None,
     model_id: str | None = None,
 ) -> tuple[PageSpec, ...]:
-    """Return the KV groups of a model's pages, and of its draft model's, if there is one.
+    """Return the KV groups of a model's pages, followed by those of its draft model, if one is given.
 
-    There is one group for a model with one kind of layers, two for full attention and sliding windows (Gemma 3). A
-    draft model's groups follow: a page then holds the K/V of both for the same tokens under one key, so they are always
-    together. Reads every weight, as ``model_identity`` does, unless ``model_id`` is given.
+    A model whose layers are all of one kind has one group; one with full attention and sliding windows (Gemma
+    3) has two. With a draft model, a page holds the K/V of both models for the same tokens under one key, so
+    neither can be stored without the other. Reads every weight, as ``model_identity`` does, unless
+    ``model_id`` is given.
 
     Args:
         model: The model.
         page_size: Tokens per page.
-        draft: The model that ``generate`` is given as assistant.
+        draft: The model that ``generate`` is given as ``assistant_model``.
         model_id: A name to use instead of the weights. It must change whenever equal tokens would give other K/V.
 
     Raises:
@@ -143,7 +147,7 @@ def _specs(
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Raise ValueError for a class of models whose state is not, or not only, K and V of the preceding tokens."""
+    """Raise ValueError if the model keeps a state other than K and V of the preceding tokens."""
     name = type(model).__name__
     if model._is_stateful:
         raise ValueError(
@@ -157,7 +161,7 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
     """Return "full_attention" or "sliding_attention" for each layer of a text model's configuration.
 
     Raises:
-        ValueError: A layer does not keep K and V per head for the tokens it looks at. The message gives the reason.
+        ValueError: A layer does not keep K and V per head and token. The message gives the reason.
     """
     missing = [
         name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in text
@@ -203,7 +207,7 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
 
 
 def _rope_types(text: dict[str, Any]) -> set[str]:
-    """Return the kinds of rotary embeddings in a configuration, which may be given per kind of layer."""
+    """Return the types of rotary embeddings in a configuration, which may give one per type of layer."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
     return {str(kind) for one in each for kind in (one.get("rope_type"), one.get("type")) if kind}
