@@ -1,7 +1,7 @@
-"""The cache that transformers sees. Its K and V are only in the store's pages.
+"""The cache that transformers uses. Its K and V are only in the store's pages.
 
-Users make a ``TierStoreCache``. ``PagedCache`` is what one model sees of a batch, ``TierStoreLayer`` what one layer
-sees, and ``DraftModel`` gives assisted decoding a second model whose K and V are in the same pages.
+Users make a ``TierStoreCache``. ``PagedCache`` is the cache of one model for a batch, ``TierStoreLayer`` that
+of one layer, and ``DraftModel`` gives assisted decoding a second model whose K and V are in the same pages.
 """
 
 # transformers leaves its own base classes untyped:
@@ -51,7 +51,7 @@ class LayerOwner(Protocol):
     plans: Plans
     unread: bool
     handed: tuple[int, Handed] | None
-    """The layer that was written last, and what its ``update`` returned."""
+    """Position of the layer that was written last, and the K and V that its ``update`` returned."""
 
     def write(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
@@ -60,7 +60,7 @@ class LayerOwner(Protocol):
         ...
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError for a mask of other padding."""
+        """Raise ValueError if the mask hides anything but the batch's padding."""
         ...
 
     @property
@@ -88,15 +88,18 @@ class TierStoreLayer(CacheLayerMixin):
         """Make a handle.
 
         Args:
+            owner: The cache, which must outlive this handle's use.
             position: Index of the layer in the model.
-            place: Its KV group, and its index there.
-            pages: One layer of all pages.
+            pages: All pages of the layer's KV group, ``[num_slots, layers, 2, page_size, num_kv_heads,
+                head_dim]``.
+            place: The layer's KV group, and its index in that group.
+            window: Tokens that a query sees, its own included; None for all.
         """
         super().__init__()
         self.position = position
         self.place = place
         self.window = window
-        # weak, so that a cache dropped without close() ends at once, not when cycles are collected
+        # weak, so that a cache dropped without close() is deleted at once, not when cycles are collected
         self._owner: LayerOwner = proxy(owner)
         self._pages = pages
 
@@ -112,12 +115,12 @@ class TierStoreLayer(CacheLayerMixin):
 
     @property
     def plans(self) -> Plans:
-        """The kernels, as planned for the current forward pass."""
+        """The attention kernels planned for the current forward pass."""
         return self._owner.plans
 
     @property
     def handed(self) -> Handed | None:
-        """What the last ``update`` of this layer returned; None once another layer has been written."""
+        """The K and V that this layer's last ``update`` returned; None once another layer was written."""
         last = self._owner.handed
         return None if last is None or last[0] != self.position else last[1]
 
@@ -134,8 +137,9 @@ class TierStoreLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V of the new tokens, ``[rows, num_kv_heads, q, head_dim]`` each, into the pages; return them.
 
-        Adds this handle to the keywords of the attention call, so that "tierstore" attention reads the rest itself.
-        Because it reads pages, it refuses any K and V other than the objects returned here (``handed``).
+        Adds this handle to the keywords of the attention call, through which "tierstore" attention reads the
+        pages. Because it reads pages, that attention refuses K and V other than the objects returned here
+        (``handed``).
 
         Raises:
             ValueError: The cache is used in a way that pages cannot express. Nothing was written.
@@ -169,14 +173,16 @@ class TierStoreLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """What one model sees of a batch of sequences in the store's pages. Not thread-safe."""
+    """The cache of one model for a batch of sequences in the store's pages. Not thread-safe."""
 
     def __init__(self, batch: PagedBatch, model: PreTrainedModel, number: int, first_group: int) -> None:
         """Make the cache of one of the models that share the pages.
 
         Args:
-            number: Index of the model.
-            first_group: The first of its KV groups.
+            batch: The sequences, shared by the caches of all models.
+            model: The model; hooks on it remain until ``close``.
+            number: Index of the model among those that share the pages.
+            first_group: Index of the model's first KV group.
         """
         shape = kv_shape(model.config)
         self.batch = batch
@@ -195,9 +201,9 @@ class PagedCache(Cache):
         self._seen = False
         self._masks: list[tuple[torch.Tensor | None, int]] = []
         self._positions: list[torch.Tensor] = []
-        """Masks and positions of the current pass that have been checked."""
+        """Position tensors of the current pass that have been checked, like the masks in ``_masks``."""
         self._asked = 0
-        """Columns that the current pass must answer for; it may be fed more."""
+        """Number of columns whose output the caller of the current pass expects; the pass may be fed more."""
         groups = batch.terms.pages.groups[first_group:]
         layers: list[Any] = [
             TierStoreLayer(
@@ -252,7 +258,7 @@ class PagedCache(Cache):
         self._next_layer = layer.position + 1
 
     def check_padding(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError for a mask that hides anything but the padding this cache was made for."""
+        """Raise ValueError if the mask hides anything but the padding that this cache was made for."""
         version = 0 if mask is None else version_of(mask)
         if any(mask is each and version == then for each, then in self._masks):
             return
@@ -298,22 +304,22 @@ class PagedCache(Cache):
         self._detach()
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
-        """Raise ValueError if ``generate`` is given another prompt than this cache was made for."""
+        """Raise ValueError if ``generate`` is given a prompt other than the one this cache was made for."""
         if self.columns and not self._is_prompt(input_ids):
             self._expect(input_ids.tolist(), 0)
         self.batch.terms.store.poll()
 
     def _is_prompt(self, input_ids: torch.Tensor) -> bool:
-        """Return whether these are certainly the prompts, without comparing every token."""
+        """Return True if ``input_ids`` are known to be the prompts; False if tokens must be compared."""
         return False
 
     def _see_tokens(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before each forward pass of the model that was given this cache, remember the tokens it is fed.
+        """Remember the tokens of a forward pass. Runs before each pass of the model that has this cache.
 
-        Assisted decoding feeds a warm cache the whole prompt again: what the cache holds is removed here. Pages that
-        failed to arrive are computed before the rest.
+        Assisted decoding feeds the whole prompt again to a warm cache; the columns that the cache holds are
+        removed here. Tokens whose pages failed to arrive are put in front of the others.
         """
         kwargs = checked_inputs(module, args, kwargs)
         self._masks, self._positions = [], []
@@ -339,7 +345,7 @@ class PagedCache(Cache):
     def _end_pass(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After each forward pass, check that what it read has arrived, or repeat it; then seal full pages."""
+        """After each forward pass, repeat it if pages that it read did not arrive; then seal full pages."""
         self._check_read()
         self.handed = None
         if self._next_layer != len(self.layers):
@@ -347,7 +353,7 @@ class PagedCache(Cache):
                 f"{type(module).__name__} wrote K and V of {self._next_layer} layers, its configuration says "
                 f"{len(self.layers)}: TierStoreCache cannot serve it"
             )
-        # Before anything is sealed: this pass must have used the weights that the keys name.
+        # Before pages are sealed, because this pass must have used the weights that their keys name.
         check_weights(self._model, self.batch.terms.weights[self._number])
         asked = self._asked
         if self.batch.settle():
@@ -359,13 +365,13 @@ class PagedCache(Cache):
     def _check_inputs(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before each call of the whole model, refuse inputs besides the tokens that K and V would depend on."""
+        """Before each call of the whole model, refuse inputs other than tokens that would affect K and V."""
         return args, checked_inputs(module, args, kwargs)
 
     def _see_positions(self, positions: torch.Tensor) -> None:
-        """Before the model, or the text model in it, runs, refuse positions that are not those of the tokens.
+        """Raise ValueError if positions are not those of the tokens. Runs before the model or its text model.
 
-        Each tensor is checked once per pass, because comparing waits for the GPU.
+        Each tensor is checked once per pass, because a comparison waits for the GPU.
         """
         if any(positions is each for each in self._positions):
             return
@@ -398,7 +404,7 @@ class PagedCache(Cache):
     def _feed_owed(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Extend the call by the tokens whose pages failed to arrive. Only the given columns get an answer."""
+        """Put the tokens whose pages failed to arrive in front of those given, which alone get an output."""
         rows, self._asked = fed_shape(args, kwargs)
         device = self.batch.terms.pages.device
         tokens, positions = (torch.tensor(each, device=device) for each in self.batch.owed(rows))
@@ -416,7 +422,7 @@ class PagedCache(Cache):
     def _begin(
         self, layer: TierStoreLayer, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None
     ) -> None:
-        """Refuse what would silently give wrong answers, then allocate space for the new columns."""
+        """Raise ValueError for use that would silently give wrong output, then allocate the new columns."""
         if self._closed:
             raise ValueError("this TierStoreCache is closed")
         if not self._seen:
@@ -459,7 +465,7 @@ class PagedCache(Cache):
 
 
 class DraftModel:
-    """What ``generate`` takes as ``assistant_model``. All attributes but ``generate`` are the draft model's."""
+    """A draft model to pass as ``assistant_model``. All attributes but ``generate`` are the model's."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, argument: str) -> None:
         """Wrap ``model``, which takes ``cache`` under the name ``argument``."""
@@ -471,9 +477,10 @@ class DraftModel:
         return getattr(self._model, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's ``generate`` with our cache in place of the one it would make.
+        """Call the model's ``generate`` with ``cache`` in place of the one it would make.
 
-        Also passes the mask of the main model, which is not handed on otherwise: a pad token within the text is text.
+        Also passes a mask that hides the padding only, since transformers does not pass on the main model's
+        mask: a pad token within the text is text.
         """
         given = {"cache", "past_key_values"} & set(kwargs)
         ids = kwargs.get("input_ids")
@@ -499,13 +506,13 @@ def cache_argument(model: PreTrainedModel) -> str:
 class TierStoreCache(PagedCache):
     """A transformers cache with its K/V in the store's pages and automatic prefix reuse.
 
-    Construction matches the prompts, loads their stored prefixes into HBM and waits for them: ``get_seq_length()`` is
-    then the number of columns that ``generate``, given the whole prompts, will not compute again. Pages of prompt and
-    answer are sealed as they fill, so the next request reuses both. The model must have been loaded with
+    Construction matches the prompts and loads their stored prefixes into HBM. ``get_seq_length()`` is then
+    the number of columns that ``generate``, given the whole prompts, will not compute again. Pages of prompt
+    and answer are sealed as they fill, so the next request reuses both. The model must have been loaded with
     ``attn_implementation="tierstore"``.
 
-    It holds pages until ``close``: use it as a context manager. While it is open there are hooks on the model, which
-    ``close`` removes. Not thread-safe.
+    The cache holds pages until ``close``, so use it as a context manager. ``close`` also removes the hooks
+    that the cache puts on the model. Not thread-safe.
     """
 
     def __init__(
@@ -534,16 +541,16 @@ class TierStoreCache(PagedCache):
             input_ids: Whole prompts, ``[B, T]``, padded on the left as ``attention_mask`` says, or one prompt, ``[T]``.
             attention_mask: ``[B, T]``; None if there is no padding.
             model: The model, loaded with ``attn_implementation="tierstore"``.
-            draft: The model that ``generate`` is given as assistant (see ``draft_model``). Its K/V are in the same
-                pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds.
+            draft: The draft model for assisted decoding; pass ``draft_model`` to ``generate``. Its K/V are in
+                the same pages, in the KV groups that ``page_specs(model, page_size, draft=draft)`` adds.
             salt: Separates the keys of tenants; see ``TierStore.keys``.
-            extra: What K/V depend on besides the tokens; see ``TierStore.keys``.
+            extra: Everything else that K/V depend on besides tokens; see ``TierStore.keys``.
             storing: "all", "memory-only" (never on disk), "read-only" (reuse pages, keep none) or "no-store" (neither).
-            exact: Compute pages again that went through a lossy codec, or were computed over such pages.
-            deadline_s: Seconds until the pages are needed.
+            exact: Do not reuse pages that went through a lossy codec or were computed over such pages.
+            deadline_s: Seconds until the pages are needed; None for no deadline.
             timeout_s: Longest wait for pages, and for space in HBM.
-            wait_for_room_s: If HBM is full of pages that are being saved, wait up to this long (at most ``timeout_s``)
-                for space before stored pages are computed instead.
+            wait_for_room_s: Longest wait for HBM space (at most ``timeout_s``) while HBM is full of pages
+                that are being saved. After it, stored pages are computed instead of loaded.
             tail: A half-full page that a session kept.
 
         Raises:
@@ -602,7 +609,7 @@ class TierStoreCache(PagedCache):
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompts that need not be computed, in all rows."""
+        """Number of prompt tokens, over all rows, that need not be computed."""
         return sum(self.batch.reused_by_tier.values())
 
     @property
@@ -612,7 +619,7 @@ class TierStoreCache(PagedCache):
 
     @property
     def copied_tokens(self) -> int:
-        """Reused tokens in pages that were copied, because a prompt diverges from the stored page inside it."""
+        """Number of reused tokens in pages that were copied because a prompt matches only their beginning."""
         return self.batch.copied_tokens
 
     @property
@@ -625,7 +632,7 @@ class TierStoreCache(PagedCache):
         return same and self._prompt.device == input_ids.device and torch.equal(self._prompt, input_ids)
 
     def take_tail(self) -> Tail | None:
-        """Return the half-full last page of a single sequence, for ``tail`` of a later cache. The caller owns it."""
+        """Return the half-full last page of a single sequence, for a later ``tail``. The caller owns it."""
         return self.batch.take_tail()
 
     def close(self) -> None:
