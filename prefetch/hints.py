@@ -1,7 +1,8 @@
 """The prefetcher's memory between turns: expected requests, and pages to keep in memory.
 
-``ExpectedRequests`` has the newest hint of each request until that hint is withdrawn or expires. ``KeptPages``
-asks the store to keep those pages of expected requests that are in memory already. Neither reads a clock.
+``ExpectedRequests`` has the newest hint of each request until that hint is withdrawn or expires.
+``KeptPages`` asks the store to keep those pages of expected requests that are in memory already. Neither
+reads a clock.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ class KeptPages:
         Args:
             hints: The hints of the wants, the one needed first at index 0.
             wants: The wants of the last plan.
-            loads: For each want, the number of leading pages that the plan has in HBM. Of the pages that are in
-                HBM, only those within it are noted.
+            loads: For each want, the number of leading pages that the plan has in HBM. Of the pages that are
+                in HBM, only those within it are noted.
         """
         before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
         for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
@@ -138,7 +139,10 @@ class KeptPages:
                     there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), later))
 
     def ask(self, tier: Tier) -> None:
-        """Ask the store to keep the pages noted for ``tier``. Call it before pages are promoted to that tier."""
+        """Ask the store to keep the pages noted for ``tier``.
+
+        Call it before pages are promoted to that tier.
+        """
         for hint, keys, later in self._there.pop(tier, ()):
             self.note(hint, self._promotions.keep(hint, keys, tier, later), tier)
 

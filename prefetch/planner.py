@@ -4,11 +4,11 @@ It only computes: it has no clock, no thread and no store.
 
 Its model of time: an edge carries one page at a time, at the measured rate. A page below host memory is first
 read into host memory and then loaded into HBM. It takes one of a limited number of places in host memory from
-the start of the read to the end of the load. On every edge the want with the earliest deadline goes first; later
-ones get the time that is left. A request starts at its deadline, and its prompt is done when the loaded pages
-are in HBM and the rest is computed. Computing overlaps with loads from host memory, which arrive layer by layer,
-but starts only after reads from disk, which arrive page by page. For each want the planner chooses the number of
-pages to load with which the prompt is done first.
+the start of the read to the end of the load. On every edge the want with the earliest deadline goes first;
+later ones get the time that is left. A request starts at its deadline, and its prompt is done when the loaded
+pages are in HBM and the rest is computed. Computing overlaps with loads from host memory, which arrive layer
+by layer, but starts only after reads from disk, which arrive page by page. For each want the planner chooses
+the number of pages to load with which the prompt is done first.
 
 Earliest deadline first is Jackson's rule (1955): no other order makes the latest request less late.
 """
@@ -74,7 +74,7 @@ class Cursor:
         self._at = 0.0
 
     def place(self, available: float) -> float:
-        """Return the earliest start of a page, at or after ``available`` and after the pages placed before it."""
+        """Return the earliest start of a page at or after ``available`` and after the pages placed so far."""
         self._at = max(self._at, available)
         while True:
             start, end = self._free[self._piece]
@@ -98,9 +98,9 @@ def plan(
 ) -> Plan:
     """Plan the promotions for ``wants``. O(pages log pages).
 
-    Wants get space in HBM in the order of their deadlines, also for pages that are in HBM already. So a page that
-    is needed later never displaces one that is needed sooner. Once at least ``most_pages`` page copies are planned,
-    the remaining wants get no promotion.
+    Wants get space in HBM in the order of their deadlines, also for pages that are in HBM already. So a page
+    that is needed later never displaces one that is needed sooner. Once at least ``most_pages`` page copies
+    are planned, the remaining wants get no promotion.
     """
     planning = _Planning(machine, now)
     outcomes = {want.request_id: Outcome(0, now, inf) for want in wants}
@@ -176,7 +176,10 @@ class _Planning:
         return Outcome(load, max(tried.there[:load], default=self._now), done)
 
     def _try(self, want: Want) -> _Try:
-        """Return a trial schedule for a want. Pages in host memory are loaded before those still to be read."""
+        """Return a trial schedule for a want.
+
+        Pages in host memory are loaded before those still to be read.
+        """
         tried = _Try()
         room = self._room
         for key in want.keys[: len(want.tiers)]:
@@ -227,7 +230,7 @@ class _Planning:
         tried.steps = [step for step in tried.steps if step.index < length]
 
     def _choose(self, want: Want, tried: _Try) -> tuple[int, float]:
-        """Return how many pages of the prefix to load so that the prompt is done first, and the time it is done.
+        """Return how many pages of the prefix to load so that the prompt is done first, and when it is done.
 
         If several numbers of pages are equally fast, it is the largest of them.
         """
@@ -277,7 +280,7 @@ class _Planning:
         self._emit(want, steps)
 
     def _emit(self, want: Want, steps: list[_Step]) -> None:
-        """Add the promotions for ``steps``: one for each run of consecutive pages, of at most ``PIECE_PAGES``."""
+        """Add a promotion for each run of consecutive pages in ``steps``, of up to ``PIECE_PAGES`` pages."""
         self.planned += len(steps)
         for src in sorted({step.src for step in steps}):
             run: list[_Step] = []

@@ -2,8 +2,8 @@
 
 It uses the public interface of the store and holds no pages, no lease and no lock. Without a prefetcher every
 request is still served, only later. The store decides which pages may be displaced, and starts nothing for a
-withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` is the work of the thread without the thread. In each turn
-it reads hints, plans if a plan is due, and starts the promotions that can start.
+withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work, on any thread: in each
+turn it reads hints, plans if a plan is due, and starts the promotions that can start.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def number(figures: dict[str, object], name: str) -> float:
 
 
 _WAVE_S = 0.1
-"""Most seconds of copies in flight. A lease acquired in the meantime waits for them about this long at most."""
+"""Most seconds of copies in flight.
+
+A lease acquired in the meantime waits for them about this long at most.
+"""
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
 _PLAN_SHARE = 10.0
@@ -64,7 +67,10 @@ _IDLE_S = 0.25
 _PLAN_PAGES = 8192
 _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
-"""Number of pages to plan first if nothing is in flight. The rest is planned while these pages cross the link."""
+"""Number of pages to plan first if nothing is in flight.
+
+The rest is planned while these pages cross the link.
+"""
 _PASSES = 3
 """Number of promotions that later ones may overtake because they cannot start yet.
 
@@ -113,7 +119,7 @@ class PrefetchLoop:
         return self._promotions.in_flight
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start the promotions that can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start promotions.
 
         Returns the seconds until the next turn is useful. Not thread-safe.
         """
@@ -158,7 +164,7 @@ class PrefetchLoop:
         return not (self.in_flight or self._promotions)
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """Plan only the first pages if there are many more, so that the link does not wait for the whole plan.
+        """Plan only the first pages if there are many, so that the link does not wait for the whole plan.
 
         This first plan uses free slots only, because only the whole plan shows which pages to displace.
         """
@@ -198,7 +204,7 @@ class PrefetchLoop:
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
-        """Replace the waiting promotions with those of a new plan, and set the queue's limit from the rates."""
+        """Replace the waiting promotions with those of a new plan, and set the queue's limit by the rates."""
         self._promotions.clear()
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
@@ -238,7 +244,10 @@ class PrefetchLoop:
         )
 
     def _start(self, tier: Tier) -> int:
-        """Start the next promotions into a tier, as far as limits allow. Returns the number of pages started."""
+        """Start the next promotions into a tier, as far as limits allow.
+
+        Returns the number of pages started.
+        """
         found = self._promotions.advance(tier)
         for each in found:
             if not each.in_force:
@@ -253,7 +262,7 @@ class PrefetchLoop:
             self._staged.update(keys)
 
     def _note_misses(self, expected: list[Expected], now: float) -> None:
-        """Count requests that are due while some of their readable pages are not in HBM, once per hint revision."""
+        """Count requests that are due before all their readable pages are in HBM, once per hint revision."""
         due = [each for each in expected if each.deadline <= now]
         marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
         for mark, hint in marks.items():
@@ -264,7 +273,7 @@ class PrefetchLoop:
 
 
 def _soon(expected: list[Expected]) -> list[Expected]:
-    """Return the first requests to plan for, limited by ``_PLAN_REQUESTS`` and by their total number of pages."""
+    """Return the first requests to plan for, limited by their number and by their total number of pages."""
     pages, found = 0, []
     for each in expected[:_PLAN_REQUESTS]:
         if pages > 2 * _PLAN_PAGES:
@@ -281,7 +290,9 @@ _AFTER_FAULT_S = 0.25
 
 
 class Prefetcher:
-    """Promotes the pages that ``will_need`` hints name. ``attach`` starts its thread. A store has at most one.
+    """Promotes the pages that ``will_need`` hints name.
+
+    ``attach`` starts its thread. A store has at most one.
 
     Args:
         store: The store to serve.
@@ -310,8 +321,8 @@ class Prefetcher:
     ) -> Prefetcher:
         """Start a prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
 
-        From now on the store defers ``will_need`` hints to the prefetcher, until the prefetcher is closed. Its
-        thread ends when the store is closed.
+        From now on the store defers ``will_need`` hints to the prefetcher, until the prefetcher is closed.
+        Its thread ends when the store is closed.
 
         Raises:
             ValueError: Another prefetcher is attached to the store; each hint would reach only one of them.
@@ -328,8 +339,8 @@ class Prefetcher:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread. The store rejects ``will_need`` hints again; copies in flight continue.
 
-        Idempotent and thread-safe. May be called before or after the store is closed. ``timeout_s`` limits the wait
-        for the thread.
+        Idempotent and thread-safe. May be called before or after the store is closed. ``timeout_s`` limits
+        the wait for the thread.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         first = not self._closing.is_set()
@@ -351,8 +362,8 @@ class Prefetcher:
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
         """Wait until every readable page of the prefix is in HBM, or until ``by`` on the event loop's clock.
 
-        Returns the number of leading pages that are in HBM. The call pins no page, so a lease may find fewer. It
-        starts no copy: give a hint first.
+        Returns the number of leading pages that are in HBM. The call pins no page, so a lease may find fewer.
+        It starts no copy: give a hint first.
 
         Raises:
             StoreClosed: The store is closed.
@@ -388,10 +399,10 @@ class Prefetcher:
         }
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start the promotions that can start.
+        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start promotions.
 
-        Returns the seconds until the next turn is useful. Not thread-safe: an attached prefetcher's thread calls
-        this method, and nothing else may.
+        Returns the seconds until the next turn is useful. Not thread-safe: an attached prefetcher's thread
+        calls this method, and nothing else may.
         """
         return self._loop.turn(timeout_s)
 
@@ -411,14 +422,17 @@ class Prefetcher:
                     _log.exception("the prefetcher met an unexpected error")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
-        # close() may have timed out before this thread's last take_hints, which attached the prefetcher again.
+        # close() may have timed out before this thread's last take_hints attached the prefetcher again.
         with suppress(StoreClosed):
             self._store.reject_hints()
 
 
 _attaching = Lock()
 _attached: WeakSet[Prefetcher] = WeakSet()
-"""Attached prefetchers, guarded by ``_attaching``. Weak, so that the set keeps no prefetcher or store alive."""
+"""Attached prefetchers, guarded by ``_attaching``.
+
+Weak, so that the set keeps no prefetcher or store alive.
+"""
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:

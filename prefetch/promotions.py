@@ -1,10 +1,10 @@
 """The queue of pages to promote ahead of need, with its limit on pages in flight.
 
-A caller adds the pages of a hint that it wants in a tier (``want``), drops those of a hint (``over``), and starts
-as many as the limit allows (``advance``). The prefetcher refills its queue with each plan, in a thread of its own;
-the vLLM scheduler adds requests as they come and calls ``advance`` once per step. The queue pins no page and holds
-no lock. The store decides which pages to displace, starts nothing for a withdrawn hint (``TierStore.promote``), and
-counts which of the promoted bytes are used.
+A caller adds the pages of a hint that it wants in a tier (``want``), drops those of a hint (``over``), and
+starts as many as the limit allows (``advance``). The prefetcher refills its queue with each plan, in a thread
+of its own; the vLLM scheduler adds requests as they come and calls ``advance`` once per step. The queue pins
+no page and holds no lock. The store decides which pages to displace, starts nothing for a withdrawn hint
+(``TierStore.promote``), and counts which of the promoted bytes are used.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ With a much smaller share both halves would join one wave.
 
 
 class LoadWindow:
-    """Limits the pages in flight to HBM in two halves: the second is started while the first crosses the link.
+    """Limits pages in flight to HBM in two halves: the second is started while the first crosses the link.
 
-    Pages loaded by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages were
-    started only when others end, the link would idle until the next wave begins. The caller gives the time.
+    Pages loaded by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages
+    were started only when others end, the link would idle until the next wave begins. The caller gives the
+    time.
     """
 
     def __init__(self) -> None:
@@ -69,8 +70,8 @@ class LoadWindow:
 class Started(NamedTuple):
     """The result of one ``TierStore.promote`` call for a want.
 
-    ``covered`` are the pages that are now in the tier or in flight to it, ``started`` those whose promotion this
-    call started. ``in_force`` is False if the hint has ended; its wants are then dropped.
+    ``covered`` are the pages that are now in the tier or in flight to it, ``started`` those whose promotion
+    this call started. ``in_force`` is False if the hint has ended; its wants are then dropped.
     """
 
     hint: Hint
@@ -81,7 +82,10 @@ class Started(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """A call of ``want``: pages ``keys[done:]`` still wait. Pages of the hints in ``later`` may be displaced."""
+    """A call of ``want``: pages ``keys[done:]`` still wait.
+
+    Pages of the hints in ``later`` may be displaced.
+    """
 
     hint: Hint
     keys: Sequence[PageKey]
@@ -96,8 +100,8 @@ _NOBODY = Hint("", 0, ())
 class PromotionQueue:
     """Wanted pages by tier, started in order while at most ``most`` pages are in flight. Not thread-safe.
 
-    A want ends when each of its pages is in the tier or in flight to it, when its hint has ended, when its next page
-    is not readable in any tier, or with ``over``. Copies in flight continue.
+    A want ends when each of its pages is in the tier or in flight to it, when its hint has ended, when its
+    next page is not readable in any tier, or with ``over``. Copies in flight continue.
 
     Args:
         store: The store whose pages are promoted.
@@ -111,7 +115,10 @@ class PromotionQueue:
     ) -> None:
         self.most = most
         self.load_s = 0.0
-        """Seconds per page into HBM, 0 if unknown. Sets how soon the second half of ``most`` follows the first."""
+        """Seconds per page into HBM, 0 if unknown.
+
+        Sets how soon the second half of ``most`` follows the first.
+        """
         self.in_flight = 0
         """Number of pages that promotions of the store were moving when the store was last called."""
         self._store = store
@@ -151,7 +158,8 @@ class PromotionQueue:
             keys: The pages, in the order in which they are started.
             tier: The tier to promote them to.
             later: Hints whose pages may be displaced, those of the last one first.
-            order: Wants with a lower value start earlier. Wants with equal values start in the order of the calls.
+            order: Wants with a lower value start earlier. Wants with equal values start in the order of the
+                calls.
         """
         if not keys:
             return

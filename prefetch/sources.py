@@ -1,8 +1,8 @@
 """Helpers that give hints for many requests: those of a queue, a list of documents, or the turns of sessions.
 
-``Waiting`` expects each request of a queue after those before it. ``ahead`` expects the next documents of a batch.
-``Sessions`` expects the next turn of a session after its usual pause. Each hint has a higher revision than the last
-one of its name. A closed store is not an error.
+``Waiting`` expects each request of a queue after those before it. ``ahead`` expects the next documents of a
+batch. ``Sessions`` expects the next turn of a session after its usual pause. Each hint has a higher revision
+than the last one of its name. A closed store is not an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def end(store: TierStore, name: str) -> None:
 
 
 KNOWN = 3
-"""Number of pauses to observe in a session before its next turn is expected. Fewer mostly give wrong guesses."""
+"""Number of pauses to observe in a session before its next turn is expected.
+
+Fewer mostly give wrong guesses.
+"""
 
 OVERDUE_S = 2.0
 """Seconds for which a turn is still expected after its expected time."""
@@ -85,10 +88,12 @@ class _Session:
 
 
 class Sessions:
-    """Predicts the next turn of each session from the pauses between its turns, and hints it. It pins no pages.
+    """Predicts the next turn of each session from the pauses between its turns, and hints it.
 
-    The prediction is the median of the last 32 pauses of the session, once there are at least three. If there are
-    more than 65,536 sessions, the one that was inactive for the longest time is forgotten. Thread-safe.
+    It pins no pages.
+
+    The prediction is the median of the last 32 pauses of the session, once there are at least three. If there
+    are more than 65,536 sessions, the one that was inactive for the longest time is forgotten. Thread-safe.
     """
 
     def __init__(
@@ -178,9 +183,10 @@ class _Request:
 class Waiting:
     """Hints for a queue of requests, in the order in which they will start. It pins no pages.
 
-    The request at position n is expected after n times the pace. The pace is a moving average of the intervals
-    between starts, beginning with ``pace_s``. Only the first ``most`` requests are hinted. The others are hinted
-    when they move up. Not thread-safe. On a closed store, or without a prefetcher, the hints have no effect.
+    The request at position n is expected after n times the pace. The pace is a moving average of the
+    intervals between starts, beginning with ``pace_s``. Only the first ``most`` requests are hinted. The
+    others are hinted when they move up. Not thread-safe. On a closed store, or without a prefetcher, the
+    hints have no effect.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Compute:
             require_finite(f"Compute.{name}", getattr(self, name))
 
     def seconds(self, first: int, stop: int) -> float:
-        """Return the seconds to compute pages ``[first, stop)`` of a prompt once those before them are in HBM."""
+        """Return the seconds to compute pages ``[first, stop)`` of a prompt, given those before them."""
         return self.page_s * (stop - first) + self.square_s * (stop * stop - first * first)
 
 
@@ -33,12 +33,13 @@ class Compute:
 class Machine:
     """The rates and the space that the planner can use.
 
-    ``read_s`` is the time in seconds to read a page from NVMe, ``load_s`` the time to load one from host memory
-    into HBM; 0 means unknown.
+    ``read_s`` is the time in seconds to read a page from NVMe, ``load_s`` the time to load one from host
+    memory into HBM; 0 means unknown.
 
-    ``hbm_pages`` is the number of pages in HBM that retained pages and expected requests may take. ``host_pages``
-    is the number that requests may take in host memory on the way to HBM; None means that there is no host tier
-    and reads go directly into HBM. With ``compute`` None, the planner never prefers computing a page to loading it.
+    ``hbm_pages`` is the number of pages in HBM that retained pages and expected requests may take.
+    ``host_pages`` is the number that requests may take in host memory on the way to HBM; None means that
+    there is no host tier and reads go directly into HBM. With ``compute`` None, the planner never prefers
+    computing a page to loading it.
     """
 
     read_s: float
@@ -52,10 +53,10 @@ class Machine:
 class Want:
     """An expected request.
 
-    ``keys`` are those of the full pages of its prompt. ``tiers`` has the tier of each page of the prefix that can
-    be read now. ``deadline`` is the time at which the request is expected to start, inf if that is unknown. If
-    deadlines are equal, the want with the higher ``priority`` goes first; if priorities are equal too, the one
-    earlier in the list.
+    ``keys`` are those of the full pages of its prompt. ``tiers`` has the tier of each page of the prefix that
+    can be read now. ``deadline`` is the time at which the request is expected to start, inf if that is
+    unknown. If deadlines are equal, the want with the higher ``priority`` goes first; if priorities are equal
+    too, the one earlier in the list.
     """
 
     request_id: str
@@ -92,7 +93,9 @@ class Promotion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The plan for a want: ``load`` pages of its prefix will be in HBM. The rest is computed, or waits for space.
+    """The plan for a want: ``load`` pages of its prefix will be in HBM.
+
+    The rest is computed, or waits for space.
 
     ``ready`` is the time at which those ``load`` pages are in HBM, ``done`` the time at which the whole
     prompt is computed. Without a deadline, or if the compute time is unknown, ``done`` is ``ready`` or the

@@ -1,4 +1,4 @@
-"""Actions that wait for an event of the caller, because device work launched before may still use their slots."""
+"""Actions that wait for an event of the caller, because earlier device work may still use their slots."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 class _Deferred(NamedTuple):
     """An action that waits for an event.
 
-    ``act`` is called when the event has happened, ``give_up`` instead if the event's device has failed, so that it
-    never will. Both return whether to call them again.
+    ``act`` is called when the event has happened, ``give_up`` instead if the event's device has failed, so
+    that it never will. Both return whether to call them again.
     """
 
     event: Event
@@ -38,8 +38,8 @@ class _Deferred(NamedTuple):
 class PendingEvents:
     """Directory calls deferred until an event has happened. Guarded by the store's lock.
 
-    If an event raises, its device has failed and no work runs there any more. Pages that the work before the event
-    should have written are dropped. Slots that it should have read become free.
+    If an event raises, its device has failed and no work runs there any more. Pages that the work before the
+    event should have written are dropped. Slots that it should have read become free.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -111,8 +111,8 @@ class PendingEvents:
     def writers(self, lease: LeaseRecord) -> list[Event]:
         """Return the events that end the writing of a lease's pages, covered or sealed under it, without duplicates.
 
-        An empty list means that all bytes are written. The event of a failed device remains in the list, because its
-        page was never written.
+        An empty list means that all bytes are written. The event of a failed device remains in the list,
+        because its page was never written.
         """
         events = [] if lease.never_written is None else [lease.never_written]
         if not self._writers:
@@ -163,7 +163,10 @@ class PendingEvents:
             self._defer(after, partial(self._freed, slots))
 
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
-        """Release some pins of a lease, or all of them once ``after`` has happened. Returns whether to call again."""
+        """Release some pins of a lease, or all of them once ``after`` has happened.
+
+        Returns whether to call again.
+        """
         if after is None or _happened(after):
             return self._directory.leases.release_some(lease, BATCH_PAGES)
         self._directory.leases.stop_waiting(lease)
@@ -192,7 +195,7 @@ class PendingEvents:
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
-        """Return those of ``keys`` whose bytes in HBM are not written yet and have another event than ``after``."""
+        """Return those of ``keys`` whose bytes in HBM are not written yet and wait for another event."""
         unwritten = self._unwritten_pages
         if not unwritten:
             return set()
@@ -257,9 +260,9 @@ def _still_waits(deferred: _Deferred) -> bool:
 def _ask(event: Event, *, log: bool = False) -> bool | None:
     """Return whether the event has happened, or None if ``query`` raised.
 
-    ``query`` raises if the device has failed or the object is not an event. All exceptions of one caller's event are
-    caught, because they must not end the calls of other callers. Only TimeoutError passes, because it comes from a
-    signal handler.
+    ``query`` raises if the device has failed or the object is not an event. All exceptions of one caller's
+    event are caught, because they must not end the calls of other callers. Only TimeoutError passes, because
+    it comes from a signal handler.
     """
     try:
         return has_happened(event)

@@ -64,8 +64,9 @@ class Wakeup:
 class FairLock:
     """A reentrant lock for ``with`` that lets a waiting thread in before one that takes it again and again.
 
-    No Python code runs between the end of a block and the release, because ``__exit__`` is a C method. So the lock is
-    released even if a signal handler raises: its exception comes either before ``__exit__`` runs or after the release.
+    No Python code runs between the end of a block and the release, because ``__exit__`` is a C method. So the
+    lock is released even if a signal handler raises: its exception comes either before ``__exit__`` runs or
+    after the release.
     """
 
     __slots__ = ("__exit__", "_lock", "_turn")
@@ -81,7 +82,7 @@ class FairLock:
         taken: list[bool] = []
         try:
             with self._turn:
-                # A single step for the interpreter: no signal handler runs between acquiring the lock and noting it.
+                # One step for the interpreter: no signal handler runs between acquiring and noting it.
                 taken.extend(map(self._lock.acquire, (True,)))
         except BaseException:
             if taken:
@@ -92,10 +93,11 @@ class FairLock:
 class Guard:
     """Detects interrupted holds of the lock. Every hold enters it too: ``with pump.lock, pump.guard``.
 
-    A signal handler may raise in the middle of a hold, or call code that takes the lock again. The guarded state may
-    then be inconsistent, and every later hold raises StoreClosed. The guard is separate from the lock because a
-    handler may raise before the first line of ``__exit__``. The lock is then released, and the next hold finds that
-    the last one has not ended. The times are in seconds and may be read without the lock.
+    A signal handler may raise in the middle of a hold, or call code that takes the lock again. The guarded
+    state may then be inconsistent, and every later hold raises StoreClosed. The guard is separate from the
+    lock because a handler may raise before the first line of ``__exit__``. The lock is then released, and the
+    next hold finds that the last one has not ended. The times are in seconds and may be read without the
+    lock.
     """
 
     def __init__(self) -> None:
@@ -135,7 +137,10 @@ class Guard:
 
 
 def _by_handler(kind: type[BaseException], trace: TracebackType | None) -> bool:
-    """Return whether a signal handler raised the exception. The guarded code raises only subclasses of Exception."""
+    """Return whether a signal handler raised the exception.
+
+    The guarded code raises only subclasses of Exception.
+    """
     if not issubclass(kind, Exception):
         return True
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -162,7 +167,10 @@ _ACKS_PER_HOLD = 1
 
 
 class Pump:
-    """The store's lock, and everything that happens under it between calls. No thread waits while it holds the lock."""
+    """The store's lock, and everything that happens under it between calls.
+
+    No thread waits while it holds the lock.
+    """
 
     def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
         self.directory = parts.directory
@@ -213,7 +221,10 @@ class Pump:
 
     @property
     def usable(self) -> bool:
-        """Return whether the store is neither closed, nor interrupted, nor another process's. Takes no lock."""
+        """Return whether the store is neither closed, nor interrupted, nor another process's.
+
+        Takes no lock.
+        """
         return not (self.closed or self.guard.broken or self.inherited)
 
     @property
@@ -224,8 +235,8 @@ class Pump:
     def advance(self) -> None:
         """Process everything that has finished by now, a few transfers per hold of the lock.
 
-        Work that finishes during the call is left for later, because a failing disk may end writes as fast as they
-        are submitted.
+        Work that finishes during the call is left for later, because a failing disk may end writes as fast as
+        they are submitted.
         """
         self.require_open()
         with self.lock, self.guard:
@@ -258,8 +269,8 @@ class Pump:
 
         Args:
             deadline: The monotonic time to end at. None: never.
-            woken_by: For a caller that waits for only one kind of event: its wake-up. Other events then do not wake
-                the caller, provided that the store has a thread to advance it.
+            woken_by: For a caller that waits for only one kind of event: its wake-up. Other events then do
+                not wake the caller, provided that the store has a thread to advance it.
         """
         sleeps = woken_by is not None and self._thread is not None
         wakeup = woken_by if sleeps and woken_by is not None else self._wakeup

@@ -1,7 +1,7 @@
 """``TierStore``, the store of one process: a directory and a mover behind one lock.
 
-The module has the bodies of its calls, for pages of the store's own HBM and of an engine's. ``directory`` makes the
-decisions. Each call does a bounded amount of work per hold of the lock.
+The module has the bodies of its calls, for pages of the store's own HBM and of an engine's. ``directory``
+makes the decisions. Each call does a bounded amount of work per hold of the lock.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class OwnSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """See ``TierStore.put``. Works in chunks, one per hold of the lock. Under an exact lease it may end early."""
+        """See ``TierStore.put``.
+
+        Works in chunks, one per hold of the lock. Under an exact lease it may end early.
+        """
         slots = slot_numbers(slots)
         require_keys_and_slots(keys, slots, (parent,))
         if parents is not None:
@@ -131,7 +134,10 @@ class OwnSlots:
             raise ConfigError("acquire(into=...) needs hbm.owner: engine, but the store owns HBM here")
 
     def _try_allocate(self, n: int) -> list[int]:
-        """Return ``n`` slots or none. If a try fails but frees space, try again at once, a limited number of times."""
+        """Return ``n`` slots or none.
+
+        If a try fails but frees space, try again at once, a limited number of times.
+        """
         for _ in range(2 + n // BATCH_PAGES):
             slots, made_room = self._take(n)
             if slots or not made_room:
@@ -171,7 +177,10 @@ class OwnSlots:
 
 
 class EngineSlots:
-    """Slots of an engine's tensors. The store copies pages out of them and into them, but owns none of them."""
+    """Slots of an engine's tensors.
+
+    The store copies pages out of them and into them, but owns none of them.
+    """
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
@@ -225,7 +234,10 @@ class EngineSlots:
         raise _not_ours("free")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
-        """Return the slots that the engine chose for a lease. ValueError unless ``into`` has one slot per key."""
+        """Return the slots that the engine chose for a lease.
+
+        ValueError unless ``into`` has one slot per key.
+        """
         if into is None or len(into) != len(keys):
             raise ValueError(
                 f"into must name one slot per key when an engine owns HBM, got {into!r:.60} for {len(keys)} keys"
@@ -271,8 +283,8 @@ _FLUSH_STALL_S = 10.0
 class Flush:
     """One flush: the pages it sends to disk, and the wait until they and all erases before it are durable.
 
-    The wait gives up for good after 10 s without progress. A settled page of the flush, a write or an erase of any page
-    on disk, and a single write within a batch count as progress.
+    The wait gives up for good after 10 s without progress. A settled page of the flush, a write or an erase
+    of any page on disk, and a single write within a batch count as progress.
     """
 
     def __init__(self, pump: Pump, ticket: Ticket) -> None:
@@ -286,7 +298,7 @@ class Flush:
 
     @classmethod
     def of_unsaved(cls, pump: Pump) -> Flush:
-        """Start to write every readable page that is not on disk, even those that admission would not write."""
+        """Start to write every readable page that is not on disk, even those that admission would skip."""
         with pump.lock, pump.guard:
             pump.directory.admission.insist_on_all()
         try:
@@ -390,10 +402,11 @@ class TierStore:
 
         Args:
             config: The configuration, from ``load_config``.
-            spec: The geometry of the pages, or a sequence with that of each KV group if several share each page.
-            pump: Whether a thread of the store makes progress between calls. With False nothing happens between calls,
-                and the caller must call ``poll`` in each step. ``match``, ``keys``, ``explain`` and ``stats`` only
-                look; all other calls process finished work.
+            spec: The geometry of the pages, or a sequence with that of each KV group if several share each
+                page.
+            pump: Whether a thread of the store makes progress between calls. With False nothing happens
+                between calls, and the caller must call ``poll`` in each step. ``match``, ``keys``,
+                ``explain`` and ``stats`` only look; all other calls process finished work.
 
         Raises:
             ConfigError: The configuration does not fit the pages or this machine. Nothing was changed.
@@ -445,7 +458,7 @@ class TierStore:
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """Return the HBM pages by slot, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``, in place.
+        """Return the HBM pages in place, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``.
 
         With several KV groups ``pages[slot]`` is a tuple of tensors. ConfigError if an engine owns HBM.
         """
@@ -457,8 +470,8 @@ class TierStore:
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
         """Return ``n`` HBM slots, owned by the caller, with undefined contents.
 
-        The call takes free slots first, then slots of pages that are readable in a lower tier. If these are too few, it
-        saves victims to lower tiers and waits up to ``timeout_s``.
+        The call takes free slots first, then slots of pages that are readable in a lower tier. If these are
+        too few, it saves victims to lower tiers and waits up to ``timeout_s``.
 
         Raises:
             CapacityError: ``n`` exceeds HBM, or the call timed out. Nothing was taken.
@@ -482,22 +495,23 @@ class TierStore:
     ) -> list[int]:
         """Seal filled pages. On return they belong to the store and can be matched.
 
-        If a key is already readable in HBM, its present slot is returned, and yours is freed after ``after``. Another
-        caller may still be writing that copy. With ``lease`` the copy stays, and ``wait`` and ``ready`` of the lease
-        tell when it is written; without ``lease`` your slot replaces it and is returned. With engine-owned HBM the
-        pages are copied out, your slots are returned, and ``poll`` reports when they are free.
+        If a key is already readable in HBM, its present slot is returned, and yours is freed after ``after``.
+        Another caller may still be writing that copy. With ``lease`` the copy stays, and ``wait`` and
+        ``ready`` of the lease tell when it is written; without ``lease`` your slot replaces it and is
+        returned. With engine-owned HBM the pages are copied out, your slots are returned, and ``poll``
+        reports when they are free.
 
         Args:
             keys: The keys; ``keys[i]`` is the parent of ``keys[i + 1]``.
             slots: The slot of each page.
             after: The event that ends the writing. None on CUDA means everything launched so far on the caller's
                 current stream.
-            lease: A lease that keeps the pages pinned until its release. An exact lease holds only exact pages: the put
-                ends before the first key that has an inexact copy in use in memory. Fewer slots are then returned, and
-                the remaining ones stay yours.
-            memory_only: Never write pages that no tier holds yet to NVMe, but drop them if memory is needed. A page
-                that some tier already holds stays as it is. The restriction ends when the page, or a page after it, is
-                put without ``memory_only``.
+            lease: A lease that keeps the pages pinned until its release. An exact lease holds only exact
+                pages: the put ends before the first key that has an inexact copy in use in memory. Fewer
+                slots are then returned, and the remaining ones stay yours.
+            memory_only: Never write pages that no tier holds yet to NVMe, but drop them if memory is needed.
+                A page that some tier already holds stays as it is. The restriction ends when the page, or a
+                page after it, is put without ``memory_only``.
             parent: The page before ``keys[0]``. None: the last page of the lease, if any, or the start of a sequence.
             parents: The page before each key, if the keys are not a chain. For engine-owned HBM only.
 
@@ -521,8 +535,8 @@ class TierStore:
     def withdraw(self, slots: Sequence[int]) -> list[int]:
         """Take back engine slots that were put.
 
-        Slots whose copy has not begun are free at once. The store gives up their pages, and ``poll`` does not report
-        these slots.
+        Slots whose copy has not begun are free at once. The store gives up their pages, and ``poll`` does not
+        report these slots.
 
         Returns:
             Those of ``slots`` that a copy still reads, or will read once its ``after`` has happened. They are free when
@@ -548,10 +562,12 @@ class TierStore:
 
     @property
     def tiers(self) -> Mapping[Tier, TierDescription]:
-        """Return the description of every tier of the store, fastest first. HBM is left out if an engine owns it.
+        """Return the description of every tier of the store, fastest first.
 
-        A description tells whether pages in the tier are in memory, survive a restart, and may differ from what was
-        put.
+        HBM is left out if an engine owns it.
+
+        A description tells whether pages in the tier are in memory, survive a restart, and may differ from
+        what was put.
         """
         return MappingProxyType(self._directory.hierarchy.tiers)
 
@@ -584,19 +600,20 @@ class TierStore:
     ) -> Lease:
         """Pin the longest prefix that is readable and for which HBM has space now, and start to load it.
 
-        The call never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is given.
+        The call never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is
+        given.
 
         Args:
             keys: The keys of a sequence.
             deadline_s: Seconds until the pages are needed; below 0, the deadline has passed. Pages that would arrive
                 later are missing, and a page that has not arrived by then ends the lease before it.
             into: The engine's slots to load into, if an engine owns HBM.
-            exact: End the lease before the first page that has only lossy copies left, or that was computed over such
-                a page.
-            wait_for_room_s: If HBM is full of pages that are being saved, block up to this long until enough space is
-                free. The call returns earlier once no copy in flight can free space (all other pages are leased or
-                owned by callers), and never later than ``deadline_s``. Waiting calls are served in order. No effect
-                with engine-owned HBM.
+            exact: End the lease before the first page that has only lossy copies left, or that was computed
+                over such a page.
+            wait_for_room_s: If HBM is full of pages that are being saved, block up to this long until enough
+                space is free. The call returns earlier once no copy in flight can free space (all other pages
+                are leased or owned by callers), and never later than ``deadline_s``. Waiting calls are served
+                in order. No effect with engine-owned HBM.
 
         Returns:
             A lease over the prefix. ``wait`` for it before reading, and ``release`` it.
@@ -640,7 +657,8 @@ class TierStore:
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
         """Return the waiting hints, the latest of each request. The first call attaches a prefetcher.
 
-        The call waits up to ``timeout_s`` for a hint. Meanwhile a store opened with ``pump=False`` makes progress.
+        The call waits up to ``timeout_s`` for a hint. Meanwhile a store opened with ``pump=False`` makes
+        progress.
         """
         self._pump.require_open()
         deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
@@ -665,7 +683,8 @@ class TierStore:
     def staying(self) -> list[PageKey]:
         """Return pages in HBM that no promotion may displace: leased ones, and those that a retain hint keeps.
 
-        The list is a snapshot without duplicates, in no particular order, and includes pages in flight to HBM.
+        The list is a snapshot without duplicates, in no particular order, and includes pages in flight to
+        HBM.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -679,11 +698,12 @@ class TierStore:
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
         """Start to copy up to 32 pages to ``tier`` from the tier below it, for a ``will_need`` hint.
 
-        The call starts the longest prefix of ``keys`` that can start now. It stops at the first page that is not
-        readable in the next lower tier, or for which there is no space: neither a free slot nor the slot of a saved
-        page that no hint keeps. Until the hint ends, promoted pages are evicted after other pages, but they are not
-        pinned. Nothing starts while a lease waits for pages from the tier below, or if the hint is no longer in force.
-        Once a call that withdraws or replaces the hint has returned, no copy starts for the hint.
+        The call starts the longest prefix of ``keys`` that can start now. It stops at the first page that is
+        not readable in the next lower tier, or for which there is no space: neither a free slot nor the slot
+        of a saved page that no hint keeps. Until the hint ends, promoted pages are evicted after other pages,
+        but they are not pinned. Nothing starts while a lease waits for pages from the tier below, or if the
+        hint is no longer in force. Once a call that withdraws or replaces the hint has returned, no copy
+        starts for the hint.
 
         Args:
             hint: The hint, as ``take_hints`` returned it.
@@ -750,15 +770,16 @@ class TierStore:
     def clear(self) -> int:
         """Forget every page in every tier, and return the number of pages that some tier had.
 
-        Once the call has returned, no page put before it can be matched. Records on disk are gone, as with ``evict``,
-        once ``flush`` or ``flush_evictions`` has returned. A page put during the call may be forgotten too. A page put
-        after it is kept as usual.
+        Once the call has returned, no page put before it can be matched. Records on disk are gone, as with
+        ``evict``, once ``flush`` or ``flush_evictions`` has returned. A page put during the call may be
+        forgotten too. A page put after it is kept as usual.
 
-        A lease keeps the pages that it covers, and their bytes, until its release, but no other caller finds them. If
-        the store owns HBM, a lease ends before its first page that is still in flight. Slots whose ``after`` has not
-        happened stay in use until then. If an engine owns HBM, pages that were put and have not reached a tier are
-        given up: ``poll`` reports their slots once ``after`` has happened and no copy reads them. A load that has begun
-        still fills the engine's slot. Hints stay in force, because the pages that they name may be put again.
+        A lease keeps the pages that it covers, and their bytes, until its release, but no other caller finds
+        them. If the store owns HBM, a lease ends before its first page that is still in flight. Slots whose
+        ``after`` has not happened stay in use until then. If an engine owns HBM, pages that were put and have
+        not reached a tier are given up: ``poll`` reports their slots once ``after`` has happened and no copy
+        reads them. A load that has begun still fills the engine's slot. Hints stay in force, because the
+        pages that they name may be put again.
 
         The call holds the lock for one batch of pages at a time.
 
@@ -783,12 +804,13 @@ class TierStore:
     def flush(self) -> FlushResult:
         """Wait until every page put before the call, and every erase before it, is durable or counted as failed.
 
-        This includes an engine's pages that are still being copied out of its slots. The call gives up after 10 s
-        without progress, that is, if no page of this call has settled and the disk has completed no write. Then
-        ``stats()["nvme"]["state"]`` is not "ok" until the hanging write ends.
+        This includes an engine's pages that are still being copied out of its slots. The call gives up after
+        10 s without progress, that is, if no page of this call has settled and the disk has completed no
+        write. Then ``stats()["nvme"]["state"]`` is not "ok" until the hanging write ends.
 
         Returns:
-            The number of durable, failed and pending pages, and of evicted pages that a restart could still bring back.
+            The number of durable, failed and pending pages, and of evicted pages that a restart could still
+            bring back.
         """
         self._pump.require_open()
         return Flush.of_unsaved(self._pump).result()
@@ -805,7 +827,10 @@ class TierStore:
         return Flush(self._pump, Ticket()).result().pending_erases
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight, queued or waiting for an event. Return False if the wait timed out."""
+        """Wait until nothing is in flight, queued or waiting for an event.
+
+        Return False if the wait timed out.
+        """
         self._pump.require_open()
         self._leases.take_back()
         return self._pump.wait_idle(monotonic() + seconds_to_wait("timeout_s", timeout_s))
@@ -817,10 +842,10 @@ class TierStore:
     ) -> Exported:
         """Write those pages of ``keys`` that some tier has to one portable file (docs/archive.md).
 
-        Pages on NVMe are written in their stored form, encoded or not. The call affects the store only as ``acquire``
-        does. If it is cancelled or fails, it leaves no new file, and an existing file at ``path`` is unchanged.
-        Memory-only pages are never written to a file. If an engine owns HBM, only pages on disk are exported: call
-        ``flush`` first.
+        Pages on NVMe are written in their stored form, encoded or not. The call affects the store only as
+        ``acquire`` does. If it is cancelled or fails, it leaves no new file, and an existing file at ``path``
+        is unchanged. Memory-only pages are never written to a file. If an engine owns HBM, only pages on disk
+        are exported: call ``flush`` first.
 
         Args:
             keys: The pages.
@@ -839,8 +864,8 @@ class TierStore:
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
         """Import those pages of an archive that are intact, fit, and have their parents in the store.
 
-        They go to the lowest tier; ``flush`` makes them durable. Pages that the store already has are not changed. If
-        the call is cancelled, the pages imported so far stay in the store.
+        They go to the lowest tier; ``flush`` makes them durable. Pages that the store already has are not
+        changed. If the call is cancelled, the pages imported so far stay in the store.
 
         Raises:
             ConfigError: An engine owns HBM.
@@ -873,19 +898,21 @@ class TierStore:
             return self._directory.take_reusable()
 
     def watch(self, callback: Callable[[PageChange], object]) -> Watch:
-        """Call ``callback`` for every page that enters or leaves a tier from now on, until ``end`` of the result.
+        """Call ``callback`` for every page that enters or leaves a tier from now on.
 
-        All tiers are watched, except HBM that an engine owns. A page enters a tier when its copy there becomes
-        readable, and leaves the tier when the copy no longer is. A page that moves down enters the lower tier before it
-        leaves the upper one. Pages that tiers already hold are not reported: begin to watch first, then call ``match``.
+        All tiers are watched, except HBM that an engine owns. A page enters a tier when its copy there
+        becomes readable, and leaves the tier when the copy no longer is. A page that moves down enters the
+        lower tier before it leaves the upper one. Pages that tiers already hold are not reported: begin to
+        watch first, then call ``match``.
 
-        Changes are reported one by one and in order, by one thread at a time and never under the store's lock, so the
-        callback may call the store. It is called by the store's thread, and by ``poll`` before that returns. A store
-        opened with ``pump=False`` has no such thread: ``poll`` reports everything that happened since the last
-        ``poll``. If the callback raises, ``poll`` raises the same exception, and no slot is lost; on the store's thread
-        the exception is counted (``tierstore_faults_total``) and logged. In both cases the change counts as reported,
-        and the next one follows. Up to 1,048,576 changes may wait to be reported. Further ones are only counted, in
-        ``lost`` of the result. ``close`` ends the watch.
+        Changes are reported one by one and in order, by one thread at a time and never under the store's
+        lock, so the callback may call the store. It is called by the store's thread, and by ``poll`` before
+        that returns. A store opened with ``pump=False`` has no such thread: ``poll`` reports everything that
+        happened since the last ``poll``. If the callback raises, ``poll`` raises the same exception, and no
+        slot is lost; on the store's thread the exception is counted (``tierstore_faults_total``) and logged.
+        In both cases the change counts as reported, and the next one follows. Up to 1,048,576 changes may
+        wait to be reported. Further ones are only counted, in ``lost`` of the result. The watch ends with
+        ``end`` of the result, or when the store is closed.
 
         Raises:
             TypeError: ``callback`` cannot be called.
@@ -917,7 +944,7 @@ class TierStore:
             invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
-        """Return for each key the places and states of its copies, its parent, and the reason of a recent eviction."""
+        """Return for each key the states of its copies by tier, its parent, and why it was last evicted."""
         self._pump.require_open()
         require_key_list(keys)
         with self._lock, self._guard:
@@ -932,8 +959,8 @@ class TierStore:
     def rates(self) -> dict[tuple[Tier, Tier], float]:
         """Return the measured throughput of each edge, in bytes per second, by source and destination.
 
-        It is a moving average over the edge's transfers, as in ``stats()["bytes_per_s"]``. Edges without a finished
-        transfer are left out. Like ``stats`` the call only looks.
+        It is a moving average over the edge's transfers, as in ``stats()["bytes_per_s"]``. Edges without a
+        finished transfer are left out. Like ``stats`` the call only looks.
 
         Raises:
             StoreClosed: After ``close``.
@@ -970,9 +997,12 @@ class TierStore:
             return self._directory.residency.arriving(keys, tier)
 
     def idle(self) -> bool:
-        """Return whether no page moves and none will move without another call. Like ``stats`` the call only looks.
+        """Return whether no page moves and none will move without another call.
 
-        That is: no copy is in flight or queued, no action waits for an event, and no page waits for a timed spill.
+        Like ``stats`` the call only looks.
+
+        That is: no copy is in flight or queued, no action waits for an event, and no page waits for a timed
+        spill.
 
         Raises:
             StoreClosed: After ``close``.
@@ -982,11 +1012,11 @@ class TierStore:
             return self._pump.settled and self._directory.writeback.next_spill is None
 
     def close(self, timeout_s: float = 30) -> None:
-        """Save the pages that only HBM or HOST hold, wait for copies, fail the rest, and release the cache directory.
+        """Save pages that only HBM or HOST hold, wait for copies, fail the rest, and release the directory.
 
-        A second call has no effect. No page is promoted once the call has begun. An attached prefetcher ends by itself;
-        it may be closed before or after the store. In a forked child the call does nothing, because the store belongs
-        to the parent.
+        A second call has no effect. No page is promoted once the call has begun. An attached prefetcher ends
+        by itself; it may be closed before or after the store. In a forked child the call does nothing,
+        because the store belongs to the parent.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         if self._pump.inherited:

@@ -7,7 +7,10 @@ from threading import Thread
 
 
 def start_all(threads: Sequence[Thread], end: Callable[[], object]) -> None:
-    """Start ``threads``. RuntimeError if the system cannot start one, after calling ``end`` to end the others."""
+    """Start ``threads``.
+
+    RuntimeError if the system cannot start one, after calling ``end`` to end the others.
+    """
     try:
         for thread in threads:
             thread.start()

@@ -1,7 +1,7 @@
-"""Where the bytes of a page lie in device memory, in slots of the store's own and in an engine's tensors alike.
+"""Addresses and strides of a page's bytes in device memory: in the store's slots or in an engine's tensors.
 
 ``Segments`` describes a page as contiguous pieces, for copies. ``GroupStrides`` describes a KV group by its strides,
-for kernels that address each number. Addresses and strides only: nothing is read or copied here.
+for kernels that address each number. This module reads and copies no page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Segments:
     """The contiguous pieces of a page, in the order of the page's blob.
 
     Piece j of slot s lies at address ``base[j] + s * stride[j]``, has ``nbytes[j]`` bytes, and belongs at byte
-    ``offset[j]`` of the blob. Each is an int64 array with one entry for each piece.
+    ``offset[j]`` of the blob. Each attribute is an int64 array with one entry for each piece.
     """
 
     base: NDArray[np.int64]
@@ -51,20 +51,21 @@ class Segments:
 
 
 def pool_segments(address: int, layout: PageLayout) -> Segments:
-    """Return the piece of the store's own slots, which begin at ``address``: the whole blob."""
+    """Return the one piece, the whole blob, of each of the store's own slots, which begin at ``address``."""
     return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
 
 
 def row_segments(address: int, stride: int, pieces: Sequence[tuple[int, int, int]]) -> Segments:
     """Return the pieces of rows of a slab at ``address``, ``stride`` bytes apart.
 
-    ``pieces``: of each its place in a row, its place in the page or payload, and its length, in bytes.
+    ``pieces`` has the offset of each piece in a row, its offset in the page or payload, and its length, in
+    bytes.
     """
     return _segments([(address + here, stride, there, nbytes) for here, there, nbytes in pieces])
 
 
 def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
-    """Return the pieces of each layer group of the store's own slots: one for each part."""
+    """Return the pieces of each layer group of the store's own slots, one for each part of the group."""
     return [
         _segments([(address + part.offset, layout.slot_nbytes, part.offset, part.nbytes) for part in parts])
         for parts in layers.parts
@@ -74,15 +75,16 @@ def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -
 def tensor_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int, parts: Sequence[Part] = ()
 ) -> Segments | None:
-    """Return the pieces of pages in an engine's tensors, or None if there were more than ``limit``.
+    """Return the pieces of pages in an engine's tensors, or None if there are more than ``limit``.
 
-    Pieces that are neighbours in memory and in the blob are one.
+    Pieces that are neighbours both in memory and in the blob are joined.
 
     Args:
-        groups: the layers ``[slots, planes, tokens, heads, dim]``, any strides; one sequence for each KV group.
-        layout: of a page.
-        limit: number of pieces, at most.
-        parts: only these layers; empty: all of the page.
+        groups: The layers ``[slots, planes, tokens, heads, dim]`` with any strides, one sequence for each KV
+            group.
+        layout: The layout of a page.
+        limit: The most pieces.
+        parts: The layers whose pieces to return; empty for the whole page.
     """
     pieces: list[tuple[int, int, int, int]] = []
     wanted = [(part.spec, part.first, part.end) for part in parts] or [
@@ -103,7 +105,10 @@ def tensor_segments(
 def tensor_group_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, layers: LayerGroups, limit: int
 ) -> list[Segments]:
-    """Return the pieces of each layer group, see ``tensor_segments``; the whole page must be within ``limit``."""
+    """Return the pieces of each layer group, see ``tensor_segments``.
+
+    The whole page must be within ``limit``.
+    """
     found = [tensor_segments(groups, layout, limit, parts) for parts in layers.parts]
     return [segments for segments in found if segments is not None]
 
@@ -148,7 +153,7 @@ _MOST_EQUAL = 1 << 16
 
 
 def in_equal_pieces(segments: Segments) -> Segments | None:
-    """Return the same bytes in pieces of one length, or None if these were too small or too many for a kernel."""
+    """Return the same bytes in pieces of equal length, or None if a kernel would be too slow for these."""
     length = int(np.gcd.reduce(segments.nbytes))
     counts = segments.nbytes // length
     if length < min(_SMALLEST_EQUAL, int(segments.nbytes.sum())) or counts.sum() > _MOST_EQUAL:
@@ -172,18 +177,19 @@ _VECTOR = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupStrides:
-    """Where each number of a KV group lies, for kernels.
+    """The strides of the numbers of a KV group, for kernels.
 
-    Number ``[l, p, t, h, d]`` (layer, plane, token, head, dim) of slot s lies ``s * slot + deltas[l] + p * strides[0] +
-    t * strides[1] + h * strides[2] + d * strides[3]`` after the first. These are counted in numbers, not in bytes.
+    Number ``[l, p, t, h, d]`` (layer, plane, token, head, dim) of slot s lies ``s * slot + deltas[l] + p *
+    strides[0] + t * strides[1] + h * strides[2] + d * strides[3]`` after the first. All distances are in
+    numbers, not in bytes.
 
     Attributes:
-        memory: begins at slot 0 of layer 0; kept alive.
-        itemsize: bytes of a number.
-        shape: planes, tokens, heads, dim.
-        deltas: distance of each layer from the first.
-        slot: distance between slots.
-        strides: distances between planes, tokens, heads, and numbers of a head.
+        memory: The memory of the group, which begins at slot 0 of layer 0. The reference keeps it alive.
+        itemsize: Bytes of a number.
+        shape: Planes, tokens, heads, dim.
+        deltas: Distance of each layer from the first.
+        slot: Distance between slots.
+        strides: Distances between planes, tokens, heads, and numbers of a head.
     """
 
     memory: torch.Tensor
@@ -206,11 +212,17 @@ class GroupStrides:
 
     @property
     def aligned(self) -> int:
-        """Return the largest power of two, of 16 bytes at most, that divides all of ``deltas``; in numbers."""
+        """Return the largest power of two, at most 16 bytes, that divides all ``deltas``.
+
+        In numbers, not bytes.
+        """
         return gcd(_VECTOR // self.itemsize, *self.deltas)
 
     def words(self, dtype: torch.dtype, plane: int = 0) -> torch.Tensor:
-        """Return the first word of a plane of slot 0 of layer 0, as ``dtype``: the pointer that a kernel gets."""
+        """Return the first word of a plane of slot 0 of layer 0, as ``dtype``.
+
+        Kernels get it as their pointer.
+        """
         start = self.memory.storage_offset() * self.memory.element_size()
         start += plane * self.strides[0] * self.itemsize
         found = torch.empty(0, dtype=dtype, device=self.memory.device)
@@ -233,14 +245,14 @@ def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides
 
 
 def byte_strides(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> GroupStrides:
-    """Return the strides of ``nbytes`` bytes of each slot, from its byte ``start`` on, in slots of ``stride`` bytes."""
+    """Return the strides of bytes ``[start, start + nbytes)`` of each slot, for slots of ``stride`` bytes."""
     return GroupStrides(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
 
 
 def tensor_strides(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[GroupStrides, ...] | None:
     """Return the strides of each KV group of an engine's tensors, or None if layers of a group differ in strides.
 
-    ``groups``: the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group.
+    ``groups`` has the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group.
     """
     lots = []
     for layers in groups:

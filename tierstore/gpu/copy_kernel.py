@@ -1,7 +1,8 @@
 """The copy kernel: copies pieces in device memory to and from whole pages, in mapped host memory or in a slab.
 
-Few threads run, each with several vectors in flight: no more than the link can carry, because loads and stores that
-wait for the link hold up all other traffic of the card. This is the only importer of cupy.
+It runs few threads, each with several vectors in flight. Together they have no more in flight than the link
+can carry, because loads and stores that wait for the link delay all other memory traffic of the card. This is
+the only module that imports cupy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
 
 
 class Grid(NamedTuple):
-    """How the kernel is launched: blocks, threads of a block, and vectors that a thread copies at a time."""
+    """A launch configuration: blocks, threads per block, and vectors that a thread copies at a time."""
 
     blocks: int
     threads: int
@@ -34,16 +35,17 @@ class Grid(NamedTuple):
 
 
 UP = Grid(8, 256, 4)
-"""From host memory: 128 KiB in flight.
+"""For copies from host memory: 128 KiB in flight.
 
-As measured, with less the link is not full, and with more the copies are not faster but compute beside them is slower.
+Measurements show that less does not fill the link, and that more does not speed up copies but slows down
+concurrent compute.
 """
 
 DOWN = Grid(4, 256, 4)
-"""To host memory: 64 KiB in flight, because stores queue up behind the link."""
+"""For copies to host memory: 64 KiB in flight, because stores queue up behind the link."""
 
 NEAR = Grid(16, 1024, 4)
-"""Between two places in device memory: eight times the speed of the link."""
+"""For copies within device memory, which reach eight times the speed of the link."""
 
 _SOURCE = r"""
 typedef unsigned long long u64;
@@ -105,10 +107,10 @@ extern "C" __global__ void move(const long long* __restrict__ table, const long 
 
 @dataclass(slots=True)
 class _Table:
-    """Slots and addresses of one launch, in page-locked memory that the kernel reads itself.
+    """Slots and addresses of one launch, in page-locked memory that the kernel reads directly.
 
-    They are not uploaded, because an upload would wait for the copies that are queued on the link. ``read``: happens
-    when the launch has ended.
+    They are not uploaded, because an upload would wait for the copies that are queued on the link. The event
+    ``read`` happens when the launch has ended.
     """
 
     memory: torch.Tensor
@@ -117,7 +119,7 @@ class _Table:
 
 @cache
 def _compiled(index: int, width: int, vectors: int) -> Any:
-    """The kernel for one card."""
+    """Return the kernel, compiled for one card."""
     import cupy
 
     options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={vectors}")
@@ -126,18 +128,20 @@ def _compiled(index: int, width: int, vectors: int) -> Any:
 
 
 class Pieces:
-    """Copies the pieces of slots to and from pages at given addresses. Queues; never waits.
+    """Copies the pieces of slots to and from pages at given addresses.
 
-    Use one instance for each stream: tables are reused in the order of launches.
+    It queues copies and never waits for them.
+
+    Use one instance for each stream, because tables are reused in the order of launches.
     """
 
     def __init__(self, segments: Segments, device: torch.device, grid: Grid) -> None:
         """Compile the kernel for these pieces. ImportError without cupy.
 
         Args:
-            segments: the pieces, such as ``suits`` accepts; read at once.
-            device: the card.
-            grid: how it is launched.
+            segments: The pieces, which ``suits`` must accept. They are not read after the call.
+            device: The card.
+            grid: The launch configuration.
         """
         import cupy
 
@@ -196,7 +200,7 @@ class Pieces:
         self._tables.append(table)
 
     def _table(self, entries: int) -> _Table:
-        """Return a table that no launch reads any more, or a new one if there is none long enough."""
+        """Return the oldest table, or a new one if a launch still reads that table or it is too short."""
         if self._tables and self._tables[0].read.query():  # type: ignore[no-untyped-call]
             table = self._tables.popleft()
             if len(table.memory) >= entries:
@@ -207,7 +211,7 @@ class Pieces:
 
 
 class _Handle:
-    """A stream under the CUDA stream protocol."""
+    """Offers a torch stream through the CUDA stream protocol."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._handle = stream.cuda_stream
@@ -217,7 +221,7 @@ class _Handle:
 
 
 def _foreign(cupy: Any, stream: torch.cuda.Stream) -> Any:
-    """Return torch's stream as cupy's; cupy 13 has only the older constructor."""
+    """Return torch's stream as a cupy stream. Cupy 13 has only the older constructor."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Handle(stream))
     return cupy.cuda.ExternalStream(stream.cuda_stream)

@@ -1,9 +1,10 @@
 """The queue of copies: decides in which order copies are launched, and how far ahead of the link.
 
-``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once and ahead of the link.
-A ``Lane`` is one direction of the link: the transfers (``Job``) that wait, and the launches (``Flight``) that are in
-flight. A lane launches on the thread that calls it, one flight at a time. ``Lane.launch`` may block in the driver.
-Everything else returns at once, and the caller must hold the engine's lock for it.
+``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once and ahead of the
+link. A ``Lane`` is one direction of the link: the transfers (``Job``) that wait, and the launches
+(``Flight``) that are in flight. A lane launches on the thread that calls it, one flight at a time.
+``Lane.launch`` may block in the driver. Everything else returns at once, and the caller must hold the
+engine's lock for it.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class _Row(Generic[Item]):
 class Waves(Generic[Item]):
     """The order of the layer groups of many jobs: all jobs of a wave get a group before any of them gets the next.
 
-    A new job joins the current wave, with its first group, as long as no job of the wave has more than half of its
-    groups. Later jobs wait for the next wave, so that no job is overtaken forever. Jobs get their last group in the
-    order in which they were added. The cost of ``add`` and ``take`` does not grow with the number of waiting jobs.
-    Not thread-safe.
+    A new job joins the current wave, with its first group, as long as no job of the wave has more than half
+    of its groups. Later jobs wait for the next wave, so that no job is overtaken forever. Jobs get their last
+    group in the order in which they were added. The cost of ``add`` and ``take`` does not grow with the
+    number of waiting jobs. Not thread-safe.
     """
 
     def __init__(self, groups: int) -> None:
@@ -130,7 +131,10 @@ class Waves(Generic[Item]):
         return [entry.job for entry in taken], group
 
     def take_whole(self) -> Item:
-        """Remove and return the only job, which gets all of its groups at once. It must not have got any before."""
+        """Remove and return the only job, which gets all of its groups at once.
+
+        It must not have got any before.
+        """
         _, group = self._at_hand()
         assert not group
         [job] = self.clear()
@@ -174,7 +178,10 @@ class Pace:
     whole: int = 16 << 20
     """A transfer up to this size is not cut into layer groups if no other transfer waits."""
     together: int = 128 << 20
-    """Most bytes of one launch, which takes the same layer group of several transfers. One transfer may exceed it."""
+    """Most bytes of one launch, which takes the same layer group of several transfers.
+
+    One transfer may exceed it.
+    """
     pieces: int = 256
     """Most copies that one launch, or one call, asks the driver for.
 
@@ -183,19 +190,22 @@ class Pace:
     ahead: int = 512 << 20
     """While this much is in flight, some milliseconds of the link, nothing more is launched.
 
-    A quarter of it is the limit if transfers are likely to come that would go before the next launch, because they
-    must wait for everything in flight.
+    A quarter of it is the limit if transfers are likely to come that would go before the next launch, because
+    they must wait for everything in flight.
     """
     enough: int = 64 << 20
     """While this much is in flight, a launch may wait for more transfers that need the same layer group."""
     behind: int = 256 << 20
     """While less than this is in flight, the lane's thread launches if the engine was not called for 10 ms.
 
-    Below a quarter of it the calls do not keep the link busy, and the thread launches in any case, unless transfers
-    were added just now.
+    Below a quarter of it the calls do not keep the link busy, and the thread launches in any case, unless
+    transfers were added just now.
     """
     at_once: int = 4
-    """Most launches in one call of ``poll``. A ``submit`` makes at most one, since its caller has more to submit."""
+    """Most launches in one call of ``poll``.
+
+    A ``submit`` makes at most one, since its caller has more to submit.
+    """
 
 
 AS_THEY_ARE = Pace()
@@ -205,15 +215,16 @@ ENCODED = Pace(pieces=512)
 MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
 """For encoded pages that a kernel copies, where a launch costs the same for any number of pages.
 
-So launches are few and large. Up to 40 ms of the link are launched ahead, because the launching thread may have to
-wait that long for its turn. The price is that transfers submitted later wait for all of it.
+So launches are few and large. Up to 40 ms of the link are launched ahead, because the launching thread may
+have to wait that long for its turn. The price is that transfers submitted later wait for all of it.
 """
 
 
 def pace_of(held: HostFormat, pieces: int) -> Pace:
     """Return the pace for the format in which host memory holds pages.
 
-    ``pieces`` is the number of copies that one page of a layer group asks the driver for, 0 if a kernel copies.
+    ``pieces`` is the number of copies that one page of a layer group asks the driver for, 0 if a kernel
+    copies.
     """
     if not held.encoded:
         return AS_THEY_ARE
@@ -234,7 +245,7 @@ class Job:
     seconds: float = 0.0
     failure: Failure | None = None
     refused: set[int] = field(default_factory=set)
-    """Positions in the transfer of the pages that were not copied because the source did not have the right form."""
+    """Positions in the transfer of the pages that the codec could not encode or decode."""
 
     @classmethod
     def of(cls, transfer: Transfer) -> Job:
@@ -315,8 +326,8 @@ class Lane:
         """Set how copies are queued.
 
         Args:
-            copy: Queues copies. It is called with a layer group (None for all layers), device slots, host slots and
-                a stream, and returns flags as ``copy_routes.Route`` does.
+            copy: Queues copies. It is called with a layer group (None for all layers), device slots, host
+                slots and a stream, and returns flags as ``copy_routes.Route`` does.
             streams: The streams on which copies begin and end.
             page_nbytes: Bytes of a page as it crosses the link.
             layers: The layer groups that pages are cut into. None if pages are copied whole.
@@ -407,7 +418,10 @@ class Lane:
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:
-        """Queue the copies of a flight and record its events before and after them. May block in the driver."""
+        """Queue the copies of a flight and record its events before and after them.
+
+        May block in the driver.
+        """
         first = flight.jobs[0]
         slots, host = first.device_slots, first.host_slots
         if len(flight.jobs) > 1:
@@ -478,7 +492,7 @@ class Lane:
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
     def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
-        """Return the progress of this layer in the slots that this lane loads, and the slots it does not load."""
+        """Return the progress of this layer in the slots that this lane loads, and the remaining slots."""
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None
         left = set(slots)
@@ -524,7 +538,10 @@ class Lane:
 
 
 def _seconds(flight: Flight) -> float:
-    """Return the seconds that a flight took. If the device cannot tell, mark the flight as broken and return 0."""
+    """Return the seconds that a flight took.
+
+    If the device cannot tell, mark the flight as broken and return 0.
+    """
     if not flight.broken:
         try:
             return flight.begun.elapsed_time(flight.ended) / 1e3

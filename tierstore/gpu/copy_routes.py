@@ -1,9 +1,10 @@
 """The routes between device memory and page-locked host slots, their measured speed, and the choice among them.
 
-``DmaRoute`` copies each piece by DMA (the card's copy engines), ``KernelRoute`` by the copy kernel. ``slabs`` has the
-route through staging buffers, ``quant`` the routes to encoded host memory. ``rates_of`` measures a card's link once
-in a process, in a fraction of a second; ``FastestRoute`` chooses, for each batch, the route that is expected to end
-first. ``own_pool_route`` and ``engine_route`` build the route for a pool. Routes only queue work; they never wait.
+``DmaRoute`` copies each piece by DMA (the card's copy engines), ``KernelRoute`` by the copy kernel. ``slabs``
+has the route through staging buffers, ``quant`` the routes to encoded host memory. ``rates_of`` measures a
+card's link once per process, in a fraction of a second. ``FastestRoute`` chooses for each batch the route
+that is expected to end first. ``own_pool_route`` and ``engine_route`` build the route for a pool. Routes only
+queue work and never wait for it.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ if TYPE_CHECKING:
 class Route(Protocol):
     """Queues copies of pages between slots in device memory and addresses of page-locked host memory.
 
-    A copy returns int32 flags, one for each page. Once the copies have ended, a flag is not 0 if its page did not
-    arrive because its form is wrong. It returns None if no page can fail so.
+    Each method returns int32 flags, one per page. A flag that is not 0 once the copies have ended means that
+    the page was not copied because the codec cannot encode or decode it. The result is None if no page can
+    fail in this way.
     """
 
     name: str
-    """For ``stats()``."""
+    """The name of the route in ``stats()``."""
     pieces: int
-    """Copies that the driver is asked for, for each page."""
+    """Number of copies that each page asks the driver for."""
     layers: LayerGroups | None
-    """How ``load_group`` cuts pages; None: pages are loaded whole."""
+    """The layer groups of ``load_group``. None if pages are only loaded whole."""
     group_pieces: int
-    """As ``pieces``, for each page of a ``load_group``, at most."""
+    """Most copies that a page of a ``load_group`` asks the driver for."""
     loads_end_on: torch.cuda.Stream | None
-    """Stream of a load's last work; None: the stream that the load is given."""
+    """The stream on which loads end. None if it is the stream that the load is given."""
     streams: Sequence[torch.cuda.Stream]
-    """The streams that it uses besides the one that a copy is given."""
+    """The streams that the route uses besides the one that a copy is given."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
@@ -65,9 +67,9 @@ class Route(Protocol):
         """Queue copies of whole pages, host to device.
 
         Args:
-            slots: in device memory, int64 ``[pages]``.
-            host: addresses of the pages in host memory, int64 ``[pages]``.
-            stream: on which the copies begin; they end on ``loads_end_on``.
+            slots: Slots in device memory, int64 ``[pages]``.
+            host: Addresses of the pages in host memory, int64 ``[pages]``.
+            stream: The stream on which the copies begin. They end on ``loads_end_on``.
         """
         ...
 
@@ -96,7 +98,7 @@ class WholePages:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> None:
-        """Raise NotImplementedError: never called, as ``layers`` is None."""
+        """Raise NotImplementedError. Nothing calls this, because ``layers`` is None."""
         raise NotImplementedError
 
 
@@ -114,13 +116,13 @@ class DmaRoute:
         layers: LayerGroups | None = None,
         groups: Sequence[Segments] = (),
     ) -> None:
-        """Set what is copied.
+        """Set the pieces to copy.
 
         Args:
-            segments: the pieces of a page.
-            driver: of the device.
-            layers: how pages are cut.
-            groups: the pieces of each of ``layers``; with fewer than two groups pages are loaded whole.
+            segments: The pieces of a page.
+            driver: The driver of the device.
+            layers: The layer groups that pages are cut into.
+            groups: The pieces of each of ``layers``. With fewer than two groups, pages are only loaded whole.
         """
         self.layers = layers if len(groups) > 1 else None
         self.pieces = len(segments)
@@ -156,13 +158,16 @@ def _pieces(
 
 
 class KernelRoute(WholePages):
-    """Copies by the copy kernel, straight between slots and mapped host memory."""
+    """Copies by the copy kernel, directly between slots and mapped host memory."""
 
     name = "kernel"
     pieces = 0
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        """Compile the kernel for the pieces of a page, such as ``suits`` accepts. ImportError without cupy."""
+        """Compile the kernel for the pieces of a page, which ``suits`` must accept.
+
+        ImportError without cupy.
+        """
         self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
 
     @staticmethod
@@ -181,13 +186,13 @@ class KernelRoute(WholePages):
 
 Way = Literal["dma", "kernel"]
 Direction = Literal["up", "down"]
-"""To the device, to the host."""
+"""``up`` is to the device, ``down`` to the host."""
 
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10)
-"""Bytes of the pieces that are measured."""
+"""Sizes in bytes of the pieces to measure."""
 
 FEW = 8
-"""Pieces of the smaller batch; the larger is of ``MANY_NBYTES``, but of no more than ``MOST`` pieces."""
+"""Number of pieces in the smaller batch. The larger one has ``MANY_NBYTES``, but at most ``MOST`` pieces."""
 
 MANY_NBYTES = 16 << 20
 MOST = 1024
@@ -204,18 +209,19 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What copies take, as measured.
+    """The measured costs of copies.
 
-    ``points``: by way and direction, in the order of the size of a piece. A way that is missing cannot be used.
+    ``points`` has them by way and direction, in ascending order of the size of a piece. A way that is missing
+    cannot be used.
     """
 
     points: Mapping[tuple[Way, Direction], Sequence[Point]]
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """Return the seconds that ``pieces`` pieces of ``nbytes`` take; infinity for a way that was not measured.
+        """Return the seconds that ``pieces`` pieces of ``nbytes`` take, infinity for an unmeasured way.
 
-        Between two measured sizes, costs are interpolated over the logarithm of the size. Above the largest they grow
-        with the size; below the smallest they stay the same.
+        Between two measured sizes, costs are interpolated over the logarithm of the size. Above the largest
+        size the cost of a piece grows with its size. Below the smallest size the cost is constant.
         """
         points = self.points.get((way, direction))
         if not points:
@@ -232,7 +238,7 @@ class Rates:
         return fixed + pieces * piece
 
     def plain(self) -> dict[str, dict[int, float]]:
-        """Return the throughput of large batches in GB/s (10^9 bytes/s), by way and size of a piece, for stats."""
+        """Return the throughput of large batches in 10^9 bytes/s, by way, direction and size of a piece."""
         return {
             f"{way} {direction}": {p.nbytes: round(p.nbytes / p.piece_s / 1e9, 2) for p in points}
             for (way, direction), points in self.points.items()
@@ -242,7 +248,7 @@ class Rates:
 def measured(ways: Sequence[Way], measure: Callable[[Way, Direction, int, int], float]) -> Rates:
     """Return the rates that ``measure`` finds.
 
-    ``measure``: called with way, direction, bytes of a piece and number of pieces; returns seconds.
+    ``measure`` is called with way, direction, bytes of a piece and number of pieces, and returns seconds.
     """
     directions: tuple[Direction, ...] = ("up", "down")
     return Rates(
@@ -261,56 +267,60 @@ def _point(
     short, long = measure(way, direction, nbytes, FEW), measure(way, direction, nbytes, many)
     piece = max(
         (long - short) / (many - FEW), long / many / 10
-    )  # whatever the clock tells, more pieces take longer
+    )  # even if the clock says otherwise, more pieces take longer
     return Point(nbytes, max(0.0, long - many * piece), piece)
 
 
 KERNEL_HANDICAP = 1.1
-"""How much faster than DMA the kernel must be to be chosen: it takes multiprocessors and bandwidth from compute."""
+"""Factor by which the kernel must beat DMA to be chosen.
+
+The kernel takes multiprocessors and memory bandwidth from compute.
+"""
 
 MOST_PIECES = 128
-"""Most pieces of a batch that go to the driver if there is another route.
+"""Most copies that a batch may ask the driver for if there is another route.
 
-Each piece takes a microsecond of the caller's time.
+Each copy takes a microsecond of the caller's time.
 """
 
 _A_TRANSFER = 32
-"""Pages of a typical transfer."""
+"""Number of pages in a typical transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A route to choose, and what it costs: ``pieces`` pieces of ``piece_nbytes`` for each page, by ``way``."""
+    """A route to choose from, with its cost: ``pieces`` pieces of ``piece_nbytes`` per page, by ``way``."""
 
     route: Route
     way: Way
     pieces: int
     piece_nbytes: int
     extra_s: float = 0.0
-    """Seconds on top, for each batch."""
+    """Additional seconds per batch."""
 
     def seconds(self, rates: Rates, direction: Direction, pages: int) -> float:
-        """Return the seconds that a batch is expected to take, with the kernel's handicap."""
+        """Return the seconds that a batch is expected to take, times ``KERNEL_HANDICAP`` for the kernel."""
         handicap = KERNEL_HANDICAP if self.way == "kernel" else 1.0
         crossing = rates.seconds(self.way, direction, self.piece_nbytes, pages * self.pieces)
         return handicap * crossing + self.extra_s
 
 
 class FastestRoute:
-    """Several routes as one: each batch takes the route that is expected to end first.
+    """Combines several routes: each batch takes the route that is expected to end first.
 
-    Loads by layers all take the same route, the fastest of those that can.
+    Loads by layer groups always take the same route, the fastest of those that support them.
     """
 
     def __init__(
         self, options: Sequence[Option], rates: Rates, side: torch.cuda.Stream | None = None
     ) -> None:
-        """Set the choices.
+        """Set the routes to choose from.
 
         Args:
-            options: the routes and their costs.
-            rates: as measured.
-            side: the stream where loads of one of the routes end; loads of the others are made to end there too.
+            options: The routes and their costs.
+            rates: The measured costs of copies.
+            side: The stream on which loads of one of the routes end. Loads of the others are made to end
+                there too.
         """
         self.batches: dict[str, int] = {option.route.name: 0 for option in options}
         """Number of batches so far, by route."""
@@ -373,8 +383,8 @@ _lock = Lock()
 def rates_of(driver: Driver, device: torch.device) -> Rates:
     """Return the rates of the device's link, which the first call in a process measures.
 
-    That takes about 0.1 s. Other work on the link or the card at that time makes the measured rates lower. Without cupy
-    only DMA is measured.
+    The measurement takes about 0.1 s. Other work on the link or the card during it lowers the measured rates.
+    Without cupy only DMA is measured.
     """
     with _lock:
         if device.index not in _found:
@@ -385,7 +395,7 @@ def rates_of(driver: Driver, device: torch.device) -> Rates:
 
 
 class _Bed:
-    """What the link is measured with: a block of memory at each end, and what copies pieces of it."""
+    """Measures the link: has memory at both ends, and copies pieces of it by the driver and by kernels."""
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         nbytes = max(MANY_NBYTES, max(SIZES) * FEW)
@@ -405,7 +415,7 @@ class _Bed:
         return measured(["dma", "kernel"], self.seconds)
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """Return the shortest of a few runs in wall time, submission included."""
+        """Return the wall time of the shortest of a few runs, including submission."""
         slots = np.random.default_rng(0).permutation(min(MOST, len(self._host) // nbytes)).astype(np.int64)
         slots = slots[:pieces]
         host = self._host.data_ptr() + slots[::-1] * nbytes
@@ -440,19 +450,19 @@ class _Bed:
 
 
 _MOST_LISTED = 1 << 16
-"""Pieces of a page that are listed one by one, at most."""
+"""Most pieces of a page for which a list of pieces is made."""
 
 _MOST_PIECES = 128
-"""Pieces of a page that the driver may be asked to copy one by one, at most."""
+"""Most pieces of a page for which each is copied by the driver."""
 
 _SPREAD_S = 50e-6
-"""Seconds to spread the last slab, which nothing hides."""
+"""Seconds to spread the last slab, which cannot overlap with copies."""
 
 _LAUNCH_S = 10e-6
-"""Seconds of a launch of torch's, of which it needs one or two for each layer."""
+"""Seconds of a torch kernel launch. Each layer needs one or two."""
 
 SLAB_NBYTES = 32 << 20
-"""Bytes of a slab of pages as they are."""
+"""Bytes of a slab for unencoded pages."""
 
 _PART_ALIGNMENT = 512
 
@@ -466,15 +476,15 @@ def own_pool_route(
 ) -> Route:
     """Return the route for the store's own slots.
 
-    Pages go by DMA, or by the copy kernel if they are so small that it may be faster. ``most_groups``: layer groups
-    of a load, at most.
+    Pages are copied by DMA. If they are so small that the copy kernel may be faster, the route may choose
+    that. ``most_groups`` limits the number of layer groups of a load.
     """
     layers = LayerGroups.of(layout, most_groups)
     straight = DmaRoute(pool.segments, driver, layers, pool.groups(layers))
     if layout.blob_nbytes > SIZES[-1] or not KernelRoute.suits(pool.segments):
         return straight
     options = [Option(straight, "dma", 1, layout.blob_nbytes)]
-    with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does without it
+    with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does not need it
         options.append(Option(KernelRoute(pool.segments, device), "kernel", 1, layout.blob_nbytes))
     return FastestRoute(options, rates_of(driver, device)) if len(options) > 1 else straight
 
@@ -486,10 +496,11 @@ def engine_route(
     device: torch.device,
     most_groups: int = MOST_GROUPS,
 ) -> Route:
-    """Return the route for an engine's tensors: the fastest of those that suit them.
+    """Return the route for an engine's tensors, which chooses the fastest of the routes that suit them.
 
-    Pages go piece by piece, by DMA or by the copy kernel, or as whole pages through slabs. ``layers``: ``[slots,
-    planes, tokens, heads, dim]``, one sequence for each KV group. ``most_groups``: layer groups of a load, at most.
+    Pages are copied piece by piece, by DMA or by the copy kernel, or as whole pages through slabs. ``layers``
+    has the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group. ``most_groups``
+    limits the number of layer groups of a load.
     """
     groups = LayerGroups.of(layout, most_groups)
     found = addresses.tensor_segments(layers, layout, _MOST_LISTED)
@@ -507,7 +518,7 @@ def engine_route(
 
 
 def misses_kernel(route: Route, layout: PageLayout) -> bool:
-    """Return whether the copy kernel would be a choice of this route if cupy were installed."""
+    """Return whether cupy is missing and this route could otherwise choose the copy kernel."""
     small = isinstance(route, FastestRoute) or layout.blob_nbytes <= SIZES[-1]
     return small and find_spec("cupy") is None
 
@@ -521,10 +532,11 @@ def through_slabs(
     *,
     slab_nbytes: int = SLAB_NBYTES,
 ) -> SlabRoute:
-    """Return the route of pages as they are to and from an engine's layers, through slabs.
+    """Return the route for unencoded pages to and from an engine's layers, through slabs.
 
-    A slab is spread by the copy kernel, or by torch's kernels where that cannot or cupy is missing. ``by_layers``: how
-    loads are cut, where the copy kernel can spread each part. ``slab_nbytes``: of a slab, about; at least a page.
+    The copy kernel spreads a slab, or torch's kernels if the copy kernel does not suit the pieces or cupy is
+    missing. ``by_layers`` are the layer groups that loads are cut into, if the copy kernel can spread each
+    part. ``slab_nbytes`` is the approximate size of a slab, which holds at least one page.
     """
     nbytes = max(1, slab_nbytes // layout.slot_nbytes) * layout.slot_nbytes
     up, down = (Ring.open(nbytes, driver, device) for _ in "ud")
@@ -544,7 +556,7 @@ def dma_copies(
 ) -> SlabCopies:
     """Return copies through the ring whose rows, ``stride`` bytes apart, cross the link by DMA.
 
-    ``pieces``: of a row, see ``addresses.row_segments``.
+    ``pieces`` are those of a row, see ``addresses.row_segments``.
     """
     rows = [addresses.row_segments(at, stride, pieces) for at in ring.addresses]
     return SlabCopies(ring, coder, stride, [DmaRoute(segments, driver) for segments in rows])
@@ -588,7 +600,7 @@ def _part_by_part(
     driver: Driver,
     device: torch.device,
 ) -> list[list[SlabCopies]]:
-    """Nothing where one of the parts cannot go by the copy kernel."""
+    """Return the loads of each layer group, or an empty list if the copy kernel cannot copy a part."""
     groups = []
     for parts in by_layers.parts:
         group = []
@@ -606,9 +618,9 @@ def _part_by_part(
 
 
 def part_copies(ring: Ring, mover: PieceMover, part: Part, driver: Driver) -> SlabCopies:
-    """Return the loads of some layers of pages as they are, through the ring.
+    """Return the loads of some layers of unencoded pages, through the ring.
 
-    ``mover``: of the pieces of these layers.
+    ``mover`` moves the pieces of these layers.
     """
     stride = -(-part.nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
     coder = ByPieces(mover, None, stride, offset=part.offset)

@@ -1,14 +1,14 @@
 """The copy engine of a card: copies between HBM and page-locked host memory, on one stream for each direction.
 
-Ordering: the store submits a copy once the page's bytes are written, and hands out a slot again once its last use has
-ended. So a copy waits for nothing but the copies before it. A transfer keeps its slots until its ack, which comes when
+Ordering: the store submits a copy when the page's bytes are written, and reuses a slot when its last use has
+ended. So a copy waits only for the copies before it. A transfer keeps its slots until its ack, which comes when
 the event recorded after its last piece has happened.
 
-A small transfer on an idle link is launched whole. A large one, or one that comes while much is in flight, goes layer
-group by layer group, a little ahead of the link; a layer group of pages that come later still goes before the next
-group of pages that came first. The threads that submit and poll do the launching. A thread of the lane launches only
-what takes the driver long, and what must not wait while nobody calls: it would be slower, as Python gives it a turn
-every 5 ms while other threads compute.
+A small transfer is launched whole if no other one waits. All others are launched layer group by layer group,
+a little ahead of the link. Pages submitted later still get a layer group before earlier pages get the next
+one. The threads that submit and poll do the launching. A lane's own thread launches only copies that take the
+driver long, and copies that must not wait while no other thread calls. In general it would be slower, because
+Python gives it a turn only every 5 ms while other threads compute.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _ALONE_S = 0.01
 
 
 class PinnedHost(Protocol):
-    """Page slots in host memory, of which the first ones are page-locked."""
+    """Page slots in host memory; slots below ``pinned_slots`` are page-locked."""
 
     held: HostFormat
-    """The form that pages have there, in which they cross the link."""
+    """The format of pages in host memory, in which they also cross the link."""
 
     @property
     def pinned_slots(self) -> int:
-        """Return how many slots are page-locked now, from slot 0 on."""
+        """Return the number of slots that are page-locked now, counted from slot 0."""
         ...
 
     @property
@@ -66,8 +66,8 @@ class PinnedHost(Protocol):
 class CudaCopyEngine:
     """A ``CopyEngine`` over streams and events of a card.
 
-    Transfers of a direction end in order. The end of a copy wakes nobody: call ``poll`` as long as ``polled`` is true.
-    Any thread may call any method.
+    Transfers of a direction end in order. The end of a copy wakes no thread: call ``poll`` as long as
+    ``polled`` is true. Any thread may call any method.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class CudaCopyEngine:
         pace: Pace | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """Set what copies go between and how; the launching threads start when there is something for them.
+        """Set the route and the host slots. A launching thread starts only when it has something to launch.
 
         Args:
-            route: queues the copies.
-            host: the slots of host memory.
-            streams: for copies to the device and to the host.
-            unpinned: copies transfers that touch host slots which will not be page-locked.
-            new_event: makes the events that end copies; None: torch's.
-            pace: how much is launched at once; None: as fits the form of the pages.
-            wake: called by a launching thread when it has launched something, for callers that wait for a layer.
+            route: Queues the copies.
+            host: The slots of host memory.
+            streams: The streams for copies to the device and to the host.
+            unpinned: The engine for transfers that touch host slots which will not be page-locked.
+            new_event: Makes the events around copies. None for torch's events.
+            pace: The limits on launches. None for those that fit the format of the pages.
+            wake: Called by a launching thread after each launch, for callers that wait for a layer.
         """
         self._route = route
         self._host = host
@@ -117,11 +117,13 @@ class CudaCopyEngine:
 
     @property
     def polled(self) -> bool:
-        """Return whether copies are in flight or waiting, so that ``poll`` must be called."""
+        """Return whether ``poll`` must be called: copies wait or are in flight, or acks were not polled."""
         return bool(self._ended) or self._unpinned.polled or any(lane.busy for lane in self._lanes.values())
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer: launch it now, or when its host slots are page-locked and the link has room.
+        """Queue a transfer.
+
+        It is launched now, or when its host slots are page-locked and the pace allows it.
 
         Never blocks.
         """
@@ -136,7 +138,7 @@ class CudaCopyEngine:
             self._called = monotonic()
 
     def poll(self) -> list[Ack]:
-        """Launch what may be launched, and return the acks of the transfers that ended since the last call."""
+        """Launch copies that may start, and return the acks of transfers that ended since the last call."""
         acks = self._unpinned.poll()
         with self._turn:
             for dst, lane in self._lanes.items():
@@ -148,7 +150,7 @@ class CudaCopyEngine:
         return acks
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far the loads of this layer into these HBM slots are."""
+        """Return the progress of this layer's loads into these HBM slots."""
         with self._turn:
             here, others = self._lanes[Tier.HBM].arriving(set(slots), layer)
         there = self._unpinned.arriving(others, layer) if others else HERE
@@ -157,7 +159,10 @@ class CudaCopyEngine:
         return here if there.event is None else there
 
     def close(self, timeout_s: float) -> bool:
-        """Fail what is not launched, and wait for what is; return whether all of it ended within ``timeout_s``."""
+        """Fail copies that are not launched, and wait for the others.
+
+        Return whether they ended in ``timeout_s``.
+        """
         deadline = monotonic() + timeout_s
         with self._turn:
             self._closing = True
@@ -181,11 +186,14 @@ class CudaCopyEngine:
     # -- launching ----------------------------------------------------------------------------------------------
 
     def _advance(self, dst: Tier, launches: int) -> None:
-        """With the lock held: take in what ended and what came, launch some, leave the rest for later or the thread."""
+        """Process ended flights and new jobs, and launch some copies. The caller holds the lock.
+
+        The rest is left for later calls or for the lane's thread.
+        """
         lane = self._lanes[dst]
         self._ended += lane.land()
         while lane.arrived:
-            # Read in this order: page-locking may end in between.
+            # ``pinning`` is read first, because page-locking may end between the two reads.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
             job = lane.arrived[0]
             if job.host_slots.max(initial=0) < pinned:
@@ -199,7 +207,7 @@ class CudaCopyEngine:
             self._wake_thread(dst)
 
     def _launch(self, lane: Lane, launches: int) -> None:
-        """With the lock held: launch what may be launched now and does not take the driver long."""
+        """Launch copies that may start now and do not take the driver long. The caller holds the lock."""
         asked = 0
         for _ in range(launches):
             if not lane.waiting or lane.launching or lane.nbytes >= _depth(lane, self._pace.ahead):
@@ -215,14 +223,14 @@ class CudaCopyEngine:
             lane.launched(flight)
 
     def _whole(self, lane: Lane) -> bool:
-        """Return whether only one small transfer waits, of which nothing was launched: it goes with all layers."""
+        """Return whether to launch a transfer whole: it is small, not begun, and the only one waiting."""
         alone = lane.alone
         return alone is not None and alone.pages * self._crossing_nbytes <= self._pace.whole
 
     def _better_later(self, lane: Lane) -> bool:
-        """Return whether the link has enough to do until more of the same layer group has come.
+        """Return whether to wait for more transfers that need the same layer group.
 
-        Waiting for it saves launches, and so the caller's time.
+        Waiting saves launches, and so the caller's time, while the link has enough to do.
         """
         fed = lane.nbytes >= self._pace.enough and lane.growing
         return fed and not lane.fills(self._pace.together, self._pace.pieces)
@@ -234,14 +242,14 @@ class CudaCopyEngine:
             self._threads[dst].start()
         elif self._lanes[
             dst
-        ].resting:  # else it looks by itself: being woken it takes turns from who takes pages
+        ].resting:  # else it looks by itself, and waking it would take the GIL from threads that take pages
             self._turn.notify_all()
 
     def _run(self, lane: Lane) -> None:
         while (flight := self._next(lane)) is not None:
             try:
                 lane.launch(flight)
-            except Exception:  # noqa: BLE001 - the top of a thread: the transfers fail, the thread goes on
+            except Exception:  # noqa: BLE001 - the top of a thread: fail the transfers and continue
                 flight.broken = True
                 _log.exception("copies were not queued")
             with self._turn:
@@ -251,7 +259,7 @@ class CudaCopyEngine:
                 self._wake()
 
     def _next(self, lane: Lane) -> Flight | None:
-        """Wait until there is something for this thread to launch; return None when the engine closes."""
+        """Wait for a flight that this thread should launch, and return it. None when the engine closes."""
         with self._turn:
             while not self._closing:
                 self._ended += lane.land()
@@ -264,7 +272,7 @@ class CudaCopyEngine:
             return None
 
     def _pause(self, lane: Lane) -> float | None:
-        """Return the seconds until the lane's thread looks again; None: until it is woken."""
+        """Return the seconds until the lane's thread looks again, or None if it waits to be woken."""
         if not lane.waiting:
             return None
         return _GROWING_S if lane.growing and lane.next_pieces <= self._pace.pieces else _POLL_S
@@ -305,4 +313,4 @@ def _depth(lane: Lane, nbytes: int) -> int:
 
 def _cuda_event() -> TimedEvent:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return cast("TimedEvent", event)  # it has these methods, with other names of arguments
+    return cast("TimedEvent", event)  # its methods differ only in the names of arguments

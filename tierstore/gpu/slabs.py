@@ -1,13 +1,13 @@
 """Slabs: staging buffers in HBM for pages that cross the link in a form other than that in device memory.
 
-A slab consists of rows. A row holds a page, or some layers of one, as it crosses the link: the scattered pieces of
-an engine's page packed together, or the payload of a codec. Whole rows cross the link at its full speed. Kernels turn
-them into pages at the speed of HBM, on a stream of their own, while the next slab fills (the idea of LMCache's and
-vLLM's staging buffers). All forms of rows use the same mechanism:
+A slab consists of rows. A row holds a page, or some layers of one, as it crosses the link: the scattered
+pieces of an engine's page packed together, or the payload of a codec. Whole rows cross the link at its full
+speed. Kernels turn them into pages at the speed of HBM, on a stream of their own, while the next slab fills
+(the idea of LMCache's and vLLM's staging buffers). All forms of rows use the same mechanism:
 
 - ``Ring``: the slabs of one direction, used in turn, and the events between the link and the kernels.
-- ``RowCoder``: turns rows into pages and pages into rows. ``ByPieces`` moves bytes unchanged with the copy kernel,
-  ``ByLayers`` with torch's kernels. ``quant.coder.Coder`` encodes and decodes.
+- ``RowCoder``: turns rows into pages and pages into rows. ``ByPieces`` moves bytes unchanged with the copy
+  kernel, ``ByLayers`` with torch's kernels. ``quant.coder.Coder`` encodes and decodes.
 - ``SlabCopies``: copies pages, or some layers of them, through a ring with a coder.
 - ``SlabRoute``: the route made of these. Its loads may bypass the slabs, see ``Loads``.
 
@@ -85,7 +85,10 @@ class TorchCard:
         return torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """Return zeros in page-locked memory. Kernels write there directly, but rarely, so no copy back is needed."""
+        """Return zeros in page-locked memory.
+
+        Kernels write there directly, but rarely, so no copy back is needed.
+        """
         return torch.zeros(pages, dtype=torch.int32, pin_memory=True)
 
     @contextmanager
@@ -98,9 +101,9 @@ class TorchCard:
 class Batch(NamedTuple):
     """The pages of one load or save.
 
-    ``slots`` is int64 ``[pages]`` on the host. ``on_device`` has the same values on the device; None if the coder
-    does not read them there. ``flags`` is int32 ``[pages]``, initially 0; the coder sets the entry of a page that it
-    cannot encode or decode. None if that cannot happen.
+    ``slots`` is int64 ``[pages]`` on the host. ``on_device`` has the same values on the device; None if the
+    coder does not read them there. ``flags`` is int32 ``[pages]``, initially 0; the coder sets the entry of a
+    page that it cannot encode or decode. None if that cannot happen.
     """
 
     slots: NDArray[np.int64]
@@ -111,7 +114,8 @@ class Batch(NamedTuple):
 class Share(NamedTuple):
     """The part of a batch that one slab holds: pages ``[first, first + pages)``, in that many first rows.
 
-    ``rows`` is the slab, flat uint8. Work on the share is queued on ``stream``, which is also the current stream.
+    ``rows`` is the slab, flat uint8. Work on the share is queued on ``stream``, which is also the current
+    stream.
     """
 
     batch: Batch
@@ -122,7 +126,10 @@ class Share(NamedTuple):
 
 
 class RowCoder(Protocol):
-    """Turns the rows of a slab into pages in device memory, and pages into rows. It queues work and never waits."""
+    """Turns the rows of a slab into pages in device memory, and pages into rows.
+
+    It queues work and never waits.
+    """
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
         """Return the batch of these slots. Copy them to the device if the coder reads them there."""
@@ -138,7 +145,10 @@ class RowCoder(Protocol):
 
 
 class PieceMover(Protocol):
-    """Moves the pieces of slots to and from pages at given device addresses. ``copy_kernel.Pieces`` is one."""
+    """Moves the pieces of slots to and from pages at given device addresses.
+
+    ``copy_kernel.Pieces`` is one.
+    """
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
         """Queue copies of the pages at the addresses ``pages`` into the slots."""
@@ -161,13 +171,14 @@ class ByPieces:
             inward: Moves pieces into slots.
             outward: Moves the same pieces out of slots. None for a coder that only loads.
             stride: Bytes from row to row.
-            offset: Offset in the page of the first byte of a row. May be above 0 if rows hold only some layers.
+            offset: Offset in the page of the first byte of a row. May be above 0 if rows hold only some
+                layers.
         """
         self._inward, self._outward = inward, outward
         self._stride, self._offset = stride, offset
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return a batch with only the slots, because the movers put them into page-locked memory themselves."""
+        """Return a batch with only the slots: the movers put them into page-locked memory themselves."""
         return Batch(slots)
 
     def decode(self, share: Share) -> None:
@@ -180,7 +191,10 @@ class ByPieces:
         self._outward.gather(_slots(share), self._pages(share), share.stream)
 
     def _pages(self, share: Share) -> NDArray[np.int64]:
-        """Return the addresses at which whole pages would begin. A mover adds the offset of each piece in its page."""
+        """Return the addresses at which whole pages would begin.
+
+        A mover adds the offset of each piece in its page.
+        """
         begin = share.rows.data_ptr() - self._offset
         return begin + np.arange(share.pages, dtype=np.int64) * self._stride
 
@@ -227,7 +241,7 @@ class ByLayers:
 
 
 class Slab(NamedTuple):
-    """One slab of a ring: its number, its bytes, and the event after its last use, unrecorded before the first."""
+    """One slab of a ring: its number, its bytes, and the event after its last use, unrecorded at first."""
 
     number: int
     rows: torch.Tensor
@@ -245,7 +259,7 @@ class Ring:
         self.nbytes = nbytes
         self.stream = stream
         self.card = card
-        # Zeroed, because bytes after a payload in its row cross the link too and must not be old data of others.
+        # Zeroed, because bytes after a payload in its row cross the link too and must not be old data.
         self.memory = card.zeros(SLABS * nbytes)
         self.ready = card.event()
         """Recorded when the rows of a slab are complete. The stream that reads the rows waits for it."""
@@ -268,7 +282,10 @@ class Ring:
         return [self.memory.data_ptr() + i * self.nbytes for i in range(SLABS)]
 
     def turn(self) -> Slab:
-        """Return the next slab. Wait for its ``free`` before you write to it; record ``free`` after its last use."""
+        """Return the next slab.
+
+        Wait for its ``free`` before you write to it; record ``free`` after its last use.
+        """
         at = self._next
         self._next = (at + 1) % SLABS
         return self._slabs[at]
@@ -295,8 +312,9 @@ class Carrier(Protocol):
 class Loads(Protocol):
     """Loads of pages, or of some layers of them.
 
-    With ``SlabCopies``, DMA fills rows, which kernels spread or decode. With ``quant.encoded_routes.MappedLoads``, a
-    kernel reads payloads in host memory. Measurements show that each is faster for some pages.
+    With ``SlabCopies``, DMA fills rows, which kernels spread or decode. With
+    ``quant.encoded_routes.MappedLoads``, a kernel reads payloads in host memory. Measurements show that each
+    is faster for some pages.
     """
 
     pieces: int
@@ -419,7 +437,10 @@ class SlabRoute:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of one group of ``layers``, host to device. Keep the returned array as for ``load``."""
+        """Queue copies of one group of ``layers``, host to device.
+
+        Keep the returned array as for ``load``.
+        """
         flags = None  # a group of encoded pages has one part; other pages have no flags
         for part in self._groups[group]:
             flags = part.load(slots, host, stream)

@@ -52,10 +52,11 @@ _log = logging.getLogger("tierstore.gpu.coded_path")
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
 """How loads through slabs are cut into layer groups.
 
-No load can overlap with the computation of the last group's layers, so that group has fewer layers. With far fewer,
-the host could not launch the groups before it in time. Each group has scales of its own. They add two small pieces
-per page, or more if the codec stores smallest numbers too. Such a piece takes the link 1 us and the host 3 us. Pages
-of 2 MiB loaded in two groups reached half the throughput of whole pages. Sizes are those of pages before encoding.
+No load can overlap with the computation of the last group's layers, so that group has fewer layers. With far
+fewer, the host could not launch the groups before it in time. Each group has scales of its own. They add two
+small pieces per page, or more if the codec stores smallest numbers too. Such a piece takes the link 1 us and
+the host 3 us. Pages of 2 MiB loaded in two groups reached half the throughput of whole pages. Sizes are those
+of pages before encoding.
 """
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
@@ -65,17 +66,19 @@ A layer group then costs only one more launch for hundreds of pages.
 """
 
 MAPPED_NBYTES = 64 << 10
-"""Least bytes of codes that a page must have for the K, or the V, of one layer to be loaded by ``MappedLoads``.
+"""Least bytes of codes for the K, or the V, of one layer in a page that ``MappedLoads`` loads.
 
 With fewer the kernel is slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 67 % of the link's speed.
 """
 
 
 UP_NBYTES = 192 << 20
-"""Size of a slab for loads: the bytes, before encoding, of the pages it holds. Also the most bytes of the slab.
+"""Size of a slab for loads: the bytes, before encoding, of the pages it holds.
 
-The pages that the engine launches together fit one slab, even three quarters of the layers of 32 large pages. A
-second slab would cost the caller a driver call and a kernel launch.
+Also the most bytes of the slab.
+
+The pages that the engine launches together fit one slab, even three quarters of the layers of 32 large pages.
+A second slab would cost the caller a driver call and a kernel launch.
 """
 
 DOWN_NBYTES = 64 << 20
@@ -86,11 +89,13 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """Layers ``[first, end)`` of an encoded page. In a slab they are the payload of a page with only these layers.
+    """Layers ``[first, end)`` of an encoded page.
 
-    ``layout`` is the layout of such a page, ``stride`` the bytes from one of its payloads to the next in a slab.
-    ``pieces`` has the offset of each piece in that payload, its offset in the payload of the whole page, and its
-    length, in bytes.
+    In a slab they are the payload of a page with only these layers.
+
+    ``layout`` is the layout of such a page, ``stride`` the bytes from one of its payloads to the next in a
+    slab. ``pieces`` has the offset of each piece in that payload, its offset in the payload of the whole
+    page, and its length, in bytes.
     """
 
     first: int
@@ -151,9 +156,9 @@ def encoded_route(
 ) -> Route | str:
     """Return the route between slots of ``pool`` and host slots of ``held``.
 
-    If the card cannot encode and decode these pages, return a string explaining why and log a warning, because the
-    CPU then does it, far below the speed of the link. Compiles kernels, which takes seconds the first time on a
-    machine.
+    If the card cannot encode and decode these pages, return a string explaining why and log a warning,
+    because the CPU then does it, far below the speed of the link. Compiles kernels, which takes seconds the
+    first time on a machine.
     """
     coder = _coder(pool, held, device)
     if isinstance(coder, str):
@@ -189,8 +194,9 @@ class MappedLoads:
         """Queue the copies.
 
         Returns:
-            int32 ``[len(slots)]``, not 0 for pages whose host memory holds no payload of the codec, valid once the
-            copies have ended. Keep the array until then, because the kernel reads its table from the same memory.
+            int32 ``[len(slots)]``, not 0 for pages whose host memory holds no payload of the codec, valid
+            once the copies have ended. Keep the array until then, because the kernel reads its table from the
+            same memory.
         """
         with self._card.using(stream):
             table, flags = fetch_table(self._card, len(slots))
@@ -202,7 +208,10 @@ class MappedLoads:
 
 
 def fetch_table(card: Card, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table and flags for ``Coder.fetch``. They share their memory, so keeping the flags keeps both."""
+    """Return a table and flags for ``Coder.fetch``.
+
+    They share their memory, so keeping the flags keeps both.
+    """
     # The table is not uploaded: that takes two more calls, and each may hand the GIL to another thread.
     memory = card.flags(5 * pages)
     return memory[: 4 * pages].view(torch.int64), memory[4 * pages :]
@@ -262,7 +271,10 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Return the bytes of a slab with as many rows of whole pages as fit ``nbytes`` (see ``UP_NBYTES``), at least 1."""
+    """Return the bytes of a slab with as many rows of whole pages as ``nbytes`` allow (see ``UP_NBYTES``).
+
+    It has at least one row.
+    """
     return max(1, nbytes // max(held.layout.blob_nbytes, held.slot_nbytes)) * held.slot_nbytes
 
 
