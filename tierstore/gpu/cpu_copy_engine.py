@@ -1,8 +1,8 @@
 """The copy engine that runs on threads, and the ``CopyEngine`` protocol, which the CUDA engine implements too.
 
-``CpuCopyEngine`` has a thread for each direction and copies all memory that DMA cannot reach. ``LayerLoads`` copies
-loads on a thread, layer group by layer group. The slots of a transfer belong to the engine until its ack is polled. An
-engine knows nothing of residency.
+``CpuCopyEngine`` has a thread for each direction and copies all memory that DMA cannot reach. ``LayerLoads``
+copies loads on a thread, layer group by layer group. The slots of a transfer belong to the engine until its
+ack is polled. An engine does not know which pages are resident where.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Load:
 
 
 class LayerLoads:
-    """Copies loads on a thread of its own, layer group by layer group."""
+    """Copies pages to HBM on a thread of its own, layer group by layer group."""
 
     def __init__(
         self,
@@ -58,11 +58,12 @@ class LayerLoads:
         """Start the thread.
 
         Args:
-            hbm: slots to copy into.
-            host: slots to copy from, which hold pages as they are.
-            page_nbytes: bytes of a page, for acks.
-            layers: how pages are cut.
-            moved: called on the thread after each group: with the ack if the transfer ended, else with None.
+            hbm: The slots to copy into.
+            host: The slots to copy from, which hold unencoded pages.
+            page_nbytes: Bytes of a page, for acks.
+            layers: The layer groups that pages are cut into.
+            moved: Called on the thread after each group, with the ack if the transfer has ended, else with
+                None.
         """
         self._hbm = hbm
         self._host = host
@@ -77,7 +78,7 @@ class LayerLoads:
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer to HBM; never blocks."""
+        """Queue a transfer to HBM. Never blocks."""
         load = _Load(transfer)
         with self._turn:
             self._loading.update(dict.fromkeys(transfer.dst_slots, load))
@@ -85,14 +86,14 @@ class LayerLoads:
             self._turn.notify()
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far the loads of this layer into these HBM slots are. Any thread."""
+        """Return the progress of this layer's loads into these HBM slots. Thread-safe."""
         group = self._layers.holding(layer)
         with self._turn:
             loads = map(self._loading.get, slots)
             return HERE if all(x is not None and x.copied > group for x in loads) else NOT_YET
 
     def close(self, timeout_s: float) -> bool:
-        """Fail the loads that have groups to come; return whether the thread ended within ``timeout_s``."""
+        """Fail the loads that are not complete. Return whether the thread ended within ``timeout_s``."""
         with self._turn:
             self._closing = True
             self._turn.notify()
@@ -162,7 +163,7 @@ _GRACE_S = 5.0
 
 
 class HostBytes(Protocol):
-    """Page slots in host memory that threads read and write."""
+    """Page slots in host memory that threads can read and write."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """Return the slot's page in place: flat uint8 ``[held.view_nbytes]``, writable."""
@@ -170,15 +171,15 @@ class HostBytes(Protocol):
 
 
 class CopyEngine(Protocol):
-    """What the mover needs of a copy engine. Any thread may call any method."""
+    """A copy engine as the mover uses it. Any thread may call any method."""
 
     @property
     def polled(self) -> bool:
-        """Return whether transfers are in flight whose end wakes nobody, so that ``poll`` must be called."""
+        """Return whether ``poll`` must be called, because transfers in flight wake no thread at their end."""
         ...
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer between HBM and HOST; never blocks. Transfers of one direction end in order."""
+        """Queue a transfer between HBM and HOST. Never blocks. Transfers of one direction end in order."""
         ...
 
     def poll(self) -> list[Ack]:
@@ -186,19 +187,22 @@ class CopyEngine(Protocol):
         ...
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far the loads of this layer into these HBM slots are.
+        """Return the progress of this layer's loads into these HBM slots.
 
-        Loads whose acks were polled are not known.
+        The engine does not know loads whose acks were polled.
         """
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Fail what has not started, and wait for what has; return whether it ended within ``timeout_s``."""
+        """Fail copies that have not started and wait for the others. Return whether they ended in time."""
         ...
 
 
 class CpuCopyEngine:
-    """A ``CopyEngine`` of one thread for each direction, first in, first out. Each thread encodes or decodes itself."""
+    """A ``CopyEngine`` with one thread for each direction, which also encodes or decodes.
+
+    First in, first out.
+    """
 
     def __init__(
         self,
@@ -212,12 +216,12 @@ class CpuCopyEngine:
         """Start the threads.
 
         Args:
-            hbm: slots of HBM.
-            host: slots of host memory.
-            page_nbytes: bytes of a page, for acks.
-            wake: called by a thread after each ack and each layer group.
-            held: how host memory holds pages; None: as they are.
-            layers: how loads of pages are cut that host memory holds as they are; None: they are loaded whole.
+            hbm: The slots of HBM.
+            host: The slots of host memory.
+            page_nbytes: Bytes of a page, for acks.
+            wake: Called by a thread after each ack and each layer group.
+            held: The format of pages in host memory. None if they are not encoded.
+            layers: The layer groups of loads of unencoded pages. None if pages are loaded whole.
         """
         encoded = held is not None and held.encoded
         self._packer = Packer(held) if held is not None and encoded else None
@@ -243,18 +247,18 @@ class CpuCopyEngine:
 
     @property
     def polled(self) -> bool:
-        """Return False: each ack wakes."""
+        """Return False, because each ack calls ``wake``."""
         return False
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer; never blocks."""
+        """Queue a transfer. Never blocks."""
         if self._by_layers is not None and transfer.dst == Tier.HBM:
             self._by_layers.submit(transfer)
         else:
             self._queues[transfer.dst].put(transfer)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far the loads of this layer into these HBM slots are. Any thread."""
+        """Return the progress of this layer's loads into these HBM slots."""
         return NOT_YET if self._by_layers is None else self._by_layers.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
@@ -265,7 +269,10 @@ class CpuCopyEngine:
         return acks
 
     def close(self, timeout_s: float) -> bool:
-        """Fail what has not started, and wait for what has; return whether all threads ended within ``timeout_s``."""
+        """Fail copies that have not started and wait for the others.
+
+        Return whether all threads ended in time.
+        """
         self._closing = True
         deadline = perf_counter() + timeout_s
         ended = self._end(timeout_s)
@@ -274,7 +281,10 @@ class CpuCopyEngine:
         return ended and not any(thread.is_alive() for thread in self._threads)
 
     def _end(self, timeout_s: float) -> bool:
-        """Tell all threads to end; return whether the one that copies by layers has ended."""
+        """Tell all threads to end.
+
+        Return whether the thread that copies by layer groups has ended, if any.
+        """
         for queue in self._queues.values():
             queue.put(None)
         return self._by_layers is None or self._by_layers.close(timeout_s)

@@ -1,6 +1,6 @@
-"""The device that HBM pages are on: it opens the pool and the copy engine, and records a caller's last use of slots.
+"""The device of the HBM pages: opens the pool and the copy engine, and records a caller's last use of slots.
 
-``open_device`` returns it for a value of ``hbm.device``. ``CpuDevice`` is the twin that runs without a GPU.
+``open_device`` returns the device for a value of ``hbm.device``. ``CpuDevice`` needs no GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ _log = logging.getLogger("tierstore.gpu.device")
 
 
 SMALLEST_BY_THREADS = 64 << 10
-"""Bytes of a layer group of a page that threads copy, at least: smaller groups cost more Python than copying."""
+"""Least bytes of a page's layer group that threads copy.
+
+Smaller groups take more time in Python than in copying.
+"""
 
 
 class HbmDevice(Protocol):
     """A device that HBM pages are on."""
 
     def available_nbytes(self) -> int | None:
-        """Return the bytes of device memory that are free, or None if the device's memory is the machine's."""
+        """Return the bytes of free device memory, or None if the device uses the machine's memory."""
         ...
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
@@ -52,7 +55,10 @@ class HbmDevice(Protocol):
         ...
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Take in an engine's tensors as slots. ConfigError unless they are on this device and fit the layout."""
+        """Return an engine's tensors as slots.
+
+        ConfigError unless they are on this device and fit the layout.
+        """
         ...
 
     def open_copies(self, between: Between) -> CopyEngine:
@@ -62,15 +68,15 @@ class HbmDevice(Protocol):
     def last_use(self, after: Event | None) -> Event | None:
         """Return the event that ends the caller's last use of slots, or None if it has ended.
 
-        A slot is overwritten only after it. ``after``: the caller's own event; None: the work launched so far on the
-        caller's current stream.
+        A slot is overwritten only after this event. ``after`` is the caller's own event. None means the work
+        launched so far on the caller's current stream.
         """
         ...
 
     def all_work(self) -> Event | None:
         """Return an event after all work launched on the device so far, on any stream, or None if it has ended.
 
-        RuntimeError while a CUDA graph is captured; the capture fails then.
+        RuntimeError while a CUDA graph is captured, and the capture fails too.
         """
         ...
 
@@ -80,13 +86,13 @@ class HbmDevice(Protocol):
 
 
 class CpuDevice:
-    """Ordinary memory in the place of HBM, for machines without a GPU. See ``HbmDevice``."""
+    """Ordinary memory in place of HBM, for machines without a GPU. See ``HbmDevice``."""
 
     def __init__(self) -> None:
         self._groups = 1
 
     def available_nbytes(self) -> int | None:
-        """Return None: the pool takes the machine's memory."""
+        """Return None, because the pool uses the machine's memory."""
         return None
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
@@ -94,7 +100,10 @@ class CpuDevice:
         return CpuPool(layout, num_slots)
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Take in an engine's tensors in ordinary memory. ConfigError if they are elsewhere or do not fit."""
+        """Return an engine's tensors in ordinary memory as slots.
+
+        ConfigError if they are elsewhere or do not fit.
+        """
         _require_on(torch.device("cpu"), pages)
         return EnginePool(layout, pages)
 
@@ -105,15 +114,15 @@ class CpuDevice:
         return _threads(between, layers)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """Return ``after``: other work on the CPU has ended when the call is made."""
+        """Return ``after``. All other work on the CPU has ended when the caller calls this."""
         return after
 
     def all_work(self) -> Event | None:
-        """Return None: work on the CPU has ended when the call is made."""
+        """Return None, because work on the CPU has ended when the caller calls this."""
         return None
 
     def stats(self) -> dict[str, object]:
-        """Return the device, how pages are copied, and in how many layer groups."""
+        """Return the device, the way pages are copied, and the number of layer groups."""
         return {"device": "cpu", "copies": "threads", "slow_copies": None, "layer_groups": self._groups}
 
 
@@ -121,7 +130,7 @@ class CudaDevice:
     """A CUDA card. See ``HbmDevice``."""
 
     def __init__(self, name: str) -> None:
-        """``name``: "cuda" or "cuda:N". ConfigError if torch finds no such card."""
+        """Open the card ``name``, "cuda" or "cuda:N". ConfigError if torch finds no such card."""
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
@@ -145,14 +154,17 @@ class CudaDevice:
             ) from error
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Take in an engine's tensors on this card. ConfigError if they are elsewhere or do not fit."""
+        """Return an engine's tensors on this card as slots.
+
+        ConfigError if they are elsewhere or do not fit.
+        """
         _require_on(self._device, pages)
         return EnginePool(layout, pages)
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """Open a CUDA copy engine if host slots are page-locked and the driver can be called, else one of threads.
+        """Open a CUDA copy engine if host slots are page-locked and the driver can be called, else a CPU one.
 
-        Pages that host memory holds encoded are encoded and decoded on the card, or by the threads if it cannot.
+        If host memory holds encoded pages, the card encodes and decodes them, or threads do if it cannot.
         """
         pool, host = between.pool, between.host
         threads = _threads(between, _by_threads(between))
@@ -170,15 +182,15 @@ class CudaDevice:
         self._groups = 1 if route.layers is None else len(route.layers)
         for tensor in _tensors(pool):
             for stream in (*streams, *route.streams):
-                tensor.record_stream(stream)  # should the store be dropped with copies on their way
+                tensor.record_stream(stream)  # in case the store is dropped with copies in flight
         self._copies = f"{route.name}, {self._driver.call}"
         self._batches = route.batches if isinstance(route, FastestRoute) else {}
         return CudaCopyEngine(route, host, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """Return an event recorded on the caller's stream, or None if that is idle.
+        """Return an event recorded on the caller's stream, or None if that stream is idle.
 
-        An ``after`` that a stream cannot wait for is wrapped so that it can.
+        An ``after`` that streams cannot wait for is wrapped so that they can.
         """
         if after is not None:
             return after if isinstance(after, StreamEvent) else AllOf((after,))
@@ -190,14 +202,17 @@ class CudaDevice:
         return event
 
     def all_work(self) -> Event | None:
-        """Return an event after all work on the card. Without the driver's calls it blocks until the card is idle."""
+        """Return an event after all work on the card.
+
+        If the driver cannot be called, block until the card is idle and return None.
+        """
         if self._driver is not None:
             return self._driver.all_work()
         torch.cuda.synchronize(self._device)
         return None
 
     def stats(self) -> dict[str, object]:
-        """Return the device and its name, how pages are copied, what is missing for faster copies, batches by route."""
+        """Return the device, its name, the copy route, why copies are slow, layer groups and batches."""
         return {
             "device": str(self._device),
             "name": torch.cuda.get_device_name(self._device),
@@ -219,12 +234,12 @@ class CudaDevice:
 
 
 def open_device(name: str) -> HbmDevice:
-    """Return the device for a value of ``hbm.device``. ConfigError, saying what is missing, if it is not there."""
+    """Return the device for a value of ``hbm.device``. ConfigError if the device is not available."""
     return CpuDevice() if name == "cpu" else CudaDevice(name)
 
 
 def require_device(name: str) -> None:
-    """Raise ConfigError, saying what is missing, unless a value of ``hbm.device`` can be opened."""
+    """Raise ConfigError unless ``name``, a value of ``hbm.device``, is valid and the device is available."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"the device must be cpu, cuda or cuda:N, got {name!r}")
     if name != "cpu":
@@ -232,7 +247,7 @@ def require_device(name: str) -> None:
 
 
 def pinner(name: str) -> CudaPinner:
-    """Return what page-locks host memory for the device: for the first card if the device is the CPU."""
+    """Return the pinner of host memory for a device, or for the first card if the device is the CPU."""
     return CudaPinner(0 if name == "cpu" else _index_of(name))
 
 
@@ -284,19 +299,19 @@ def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
 
 
 class Host(HostBytes, PinnedHost, Protocol):
-    """The host tier as a copy engine sees it, by threads or by DMA."""
+    """The host tier as copy engines use it, both those of threads and those of DMA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What a copy engine copies between.
+    """The two ends that a copy engine copies between.
 
     Attributes:
-        pool: slots of HBM.
-        host: slots of host memory.
-        wake: called when a thread's copy has ended.
-        most_groups: layer groups of a load, at most. 1 where nobody waits for a layer: the driver is asked for fewer
-            pieces, and pages end one by one.
+        pool: The slots of HBM.
+        host: The slots of host memory.
+        wake: Called when a thread's copy has ended.
+        most_groups: Most layer groups of a load. 1 if no caller waits for single layers: the driver is then
+            asked for fewer copies, and pages end one by one.
     """
 
     pool: OwnPool | EnginePool

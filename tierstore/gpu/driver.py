@@ -1,7 +1,7 @@
-"""Calls of the CUDA driver that torch does not offer: many copies in one call, low-priority streams, page-locking.
+"""CUDA driver calls that torch does not offer: many copies in one call, low-priority streams, page-locking.
 
-``has_happened`` queries an event safely while a CUDA graph is captured. This is the only importer of cuda-bindings.
-Addresses are passed as int64 arrays, never as Python lists.
+``has_happened`` queries an event safely while a CUDA graph is captured. This is the only module that imports
+cuda-bindings. Addresses are passed as int64 arrays, never as Python lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BATCH_VERSION = 13000
 _TOGETHER = 512
-"""Copies in one call, at most: the first begins only when the driver has taken in all, a microsecond each."""
+"""Most copies in one call. The first copy begins only when the driver has processed all, 1 us for each."""
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NON_BLOCKING = 1
 
@@ -32,10 +32,10 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The driver of one device. Calls may come from any thread, and leave the thread's current device as it was."""
+    """The driver of one device. Any thread may call it; the thread's current device is left unchanged."""
 
     def __init__(self, index: int) -> None:
-        """Take hold of device ``index``. ImportError without cuda-bindings; DriverError if the device fails."""
+        """Open device ``index``. ImportError without cuda-bindings, DriverError if the device fails."""
         from cuda.bindings import driver
 
         self._api: Any = driver
@@ -48,7 +48,7 @@ class Driver:
         self._first = np.zeros(1, dtype=np.uint64)
         self._batch = batch_call(driver)
         self.call: CopyCall = "each" if self._batch is None else "batch"
-        """Whether ``copy`` gives the driver all pieces in one call, or each in a call of its own."""
+        """``batch`` if ``copy`` gives the driver many pieces in one call, ``each`` if one piece per call."""
 
     def stream(self, index: int) -> torch.cuda.Stream:
         """Return a new non-blocking stream of the lowest priority. It lives as long as the process."""
@@ -61,11 +61,12 @@ class Driver:
     def all_work(self) -> torch.cuda.Event:
         """Return an event after all work launched on the device so far, on any stream.
 
-        RuntimeError from a driver before 12.5, and while a CUDA graph is captured; the capture fails then.
+        RuntimeError if the driver is older than 12.5. RuntimeError also while a CUDA graph is captured, and
+        the capture fails too.
         """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self._current():
-            event.record(torch.cuda.current_stream(self._index))  # only then it is there
+            event.record(torch.cuda.current_stream(self._index))  # torch creates the event only now
             self._done(self._api.cuCtxRecordEvent(self._context, event.cuda_event))
         return event
 
@@ -76,16 +77,18 @@ class Driver:
         nbytes: NDArray[np.int64],
         stream: torch.cuda.Stream,
     ) -> None:
-        """Queue ``len(dst)`` copies between device and page-locked host memory, in no order among themselves.
+        """Queue ``len(dst)`` copies between device and page-locked host memory, in any order among them.
+
+        The arrays are not read after the call.
 
         Args:
-            dst: addresses to write, int64, contiguous.
-            src: addresses to read, as ``dst``.
-            nbytes: length of each copy, as ``dst``.
-            stream: on which the copies are queued. The arrays are not read any more when this returns.
+            dst: Addresses to write, int64, contiguous.
+            src: Addresses to read, as ``dst``.
+            nbytes: Length of each copy in bytes, as ``dst``.
+            stream: The stream on which the copies are queued.
 
         Raises:
-            DriverError: the driver refused a call; some of the copies may have been queued.
+            DriverError: The driver refused a call. Some of the copies may have been queued.
         """
         if not len(dst):
             return
@@ -136,7 +139,7 @@ class Driver:
 def batch_call(api: Any) -> Any:
     """Return ``cuMemcpyBatchAsync`` of ``api``, the driver module of cuda-bindings, or None if the driver has none.
 
-    It is called past the bindings, which need a list of Python objects for each argument.
+    The function is called without the bindings, because they need a list of Python objects for each argument.
     """
     if not hasattr(api, "cuGetProcAddress"):
         return None
@@ -169,21 +172,22 @@ class CudaPinner:
 
 
 _REFUSED = range(900, 909)
-"""cudaErrorStreamCapture...: such an error is about the query, not about the event."""
+"""Codes of cudaErrorStreamCapture..., which mean that CUDA refused the query, not that the event failed."""
 
 
 class Asked(Protocol):
     """An event that can be queried."""
 
     def query(self) -> bool:
-        """Return whether it has happened; never blocks."""
+        """Return whether the event has happened. Never blocks."""
         ...
 
 
 def has_happened(event: Asked) -> bool:
-    """Return whether the event has happened, as far as can be told now.
+    """Return whether the event is known to have happened.
 
-    While a CUDA graph is captured nothing can be told, and this returns False. RuntimeError if the device has failed.
+    While a CUDA graph is captured events cannot be queried, and the result is False. RuntimeError if the
+    device has failed.
     """
     try:
         return event.query()

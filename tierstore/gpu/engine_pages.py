@@ -1,4 +1,4 @@
-"""An engine's own KV tensors as the slots of the HBM tier: how they are laid out, and reads and writes in place."""
+"""An engine's own KV tensors as the slots of the HBM tier: their layout, and reads and writes in place."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnginePages:
-    """An engine's own KV tensors of one KV group, and how they are laid out.
+    """An engine's own KV tensors of one KV group, and their layout.
 
     Attributes:
-        tensors: one tensor where ``layout`` has an L, else one tensor for each layer, in layer order. Any strides.
-        layout: a letter for each dimension. B: slot (the engine's block). L: layer. K: key/value plane; left out where
-            a page has one plane. N: token in the page. H: head. D: head_dim. C: K and D merged, all of K first.
+        tensors: One tensor if ``layout`` has an L, else one tensor for each layer, in layer order. Any
+            strides.
+        layout: A letter for each dimension. B: slot (the engine's block). L: layer. K: key/value plane; left
+            out if a page has only one plane. N: token in the page. H: head. D: head_dim. C: K and D merged,
+            all of K first.
             Examples: "BLKNHD" is the store's own page-major layout, "KBNHD" and "BKNHD" are layer-major, "BHNC" is
             vLLM's view of any physical order.
     """
@@ -41,14 +43,14 @@ class EnginePool:
     """The slots of an engine: reads and writes its tensors in place, and keeps them alive."""
 
     def __init__(self, layout: PageLayout, pages: Sequence[EnginePages]) -> None:
-        """Take in an engine's tensors.
+        """Make slots of an engine's tensors.
 
         Args:
-            layout: of a page, with one spec for each KV group.
-            pages: the tensors, in the order of the KV groups.
+            layout: The layout of a page, with one spec for each KV group.
+            pages: The tensors, in the order of the KV groups.
 
         Raises:
-            ConfigError: shapes, dtypes or layouts do not fit the specs.
+            ConfigError: Shapes, dtypes or layouts do not fit the specs.
         """
         if len(pages) != len(layout.specs):
             raise ConfigError(
@@ -76,7 +78,7 @@ class EnginePool:
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
         """Scatter ``page``, flat uint8 ``[blob_nbytes]``, into the engine's tensors."""
-        # Engines create their tensors in inference mode; outside of it torch refuses to write to them.
+        # Engines create their tensors in inference mode, and torch refuses to write to them outside of it.
         with torch.inference_mode():
             for blob, layers in self._blobs(page):
                 for i, layer in enumerate(layers):
@@ -113,7 +115,7 @@ def _per_layer(pages: EnginePages, spec: PageSpec) -> list[torch.Tensor]:
 
 
 def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) -> torch.Tensor:
-    """One layer as a view ``[slots, planes, tokens, heads, dim]``."""
+    """Return one layer as a view ``[slots, planes, tokens, heads, dim]``."""
     planes = spec.shape[1]
     letters = layout.replace("L", "")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

@@ -1,7 +1,8 @@
-"""Events of a device: the protocols that stand for them, several as one, and how far the loads of a layer are.
+"""Events of a device: their protocols, a combination of several events, and the progress of a layer's loads.
 
-``Event`` is what the store needs of any event, ``StreamEvent`` can be waited for by a stream, ``TimedEvent`` is
-recorded by a copy engine and knows when it happened. ``Arriving`` says how far the copies of a layer are.
+``Event`` has the methods that the store needs of any event. A stream can wait for a ``StreamEvent``. Copy
+engines record a ``TimedEvent``, which knows when it happened. ``Arriving`` tells the progress of the copies
+of a layer.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class TimedEvent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Several events as one, which has happened once all of them have."""
+    """Combines several events into one, which has happened once all of them have."""
 
     events: tuple[Event, ...]
 
@@ -71,9 +72,9 @@ class AllOf:
             event.synchronize()
 
     def wait(self, stream: object = None) -> None:
-        """Make work queued on the stream from now on wait for all CUDA events among them.
+        """Make work that is queued on ``stream`` from now on wait for those events that streams can wait for.
 
-        ``stream.wait_event`` calls this. It blocks until the events that are not CUDA's have happened.
+        ``stream.wait_event`` calls this. It blocks until all other events have happened.
         """
         for event in self.events:
             if isinstance(event, StreamEvent):
@@ -83,7 +84,7 @@ class AllOf:
 
 
 def as_one(events: Sequence[Event]) -> Event | None:
-    """Return an event that has happened once all of ``events`` have: a single one as it is, None for none."""
+    """Return an event that has happened once all of ``events`` have, or None if there are none."""
     if len(events) > 1:
         return AllOf(tuple(events))
     return events[0] if events else None
@@ -91,11 +92,11 @@ def as_one(events: Sequence[Event]) -> Event | None:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """How far the loads of a layer of some pages are.
+    """The progress of the loads of a layer of some pages.
 
     Attributes:
-        submitted: all of its copies are queued; if not, nothing can be said yet.
-        event: ends the last of the copies; None: they have ended.
+        submitted: Whether all of its copies are queued. If not, ``event`` has no meaning.
+        event: The event after the last of the copies. None if they have ended.
     """
 
     submitted: bool

@@ -1,7 +1,8 @@
-"""How a page is cut into layer groups: which layers of it cross the link together.
+"""Layer groups: the layers of a page that cross the link together.
 
-Loads go group by group, all pages of a batch for each, so that an engine can compute the first layers while the
-others are still in flight (the idea of LayerKV and of LMCache's layer-wise transfers).
+A batch of pages is loaded group by group, each group of all pages before the next one. So an engine can
+compute the first layers while the others are still in flight (the idea of LayerKV and of LMCache's layer-wise
+transfers).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 
 MOST_GROUPS = 16
-"""Layer groups of a page, at most. More gain little: only one group's share of the time cannot overlap."""
+"""Most layer groups of a page. More would gain little: only the time of one group cannot overlap."""
 
 
 SMALLEST_NBYTES = 512 << 10
-"""Bytes of a group's part of a page, at least, on average.
+"""Least average bytes of the parts of a layer group of a page.
 
-Each piece takes a microsecond or two to launch: for more, smaller pieces a slow processor has no time while it also
+Each piece takes 1 to 2 us to launch. A slow processor has no time for more and smaller pieces while it also
 takes pages into leases.
 """
 
@@ -34,8 +35,9 @@ class Cut:
     """A way to cut pages into layer groups of given proportions.
 
     Attributes:
-        shares: how many of the layers each group gets, in proportion.
-        smallest_nbytes: the cut fits pages of which each group has a layer, and parts of so many bytes on average.
+        shares: The proportion of the layers that each group gets.
+        smallest_nbytes: Least average bytes of a group's parts. The cut suits pages that reach it in every
+            group and have a layer for every group.
     """
 
     shares: tuple[int, ...]
@@ -58,11 +60,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """How a page is cut.
+    """The layer groups that a page is cut into.
 
     Attributes:
-        parts: of each group its parts, one for each KV group that has layers in it.
-        starts: of each group its first layer.
+        parts: For each layer group its parts, one for each KV group that has layers in it.
+        starts: For each layer group its first layer.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -75,9 +77,9 @@ class LayerGroups:
         """Return the cut into as many equal groups as possible, at least one.
 
         Args:
-            layout: of a page.
-            most: number of groups, at most.
-            smallest_nbytes: bytes of a group's parts, at least, on average.
+            layout: The layout of a page.
+            most: Most groups.
+            smallest_nbytes: Least average bytes of a group's parts.
         """
         layers = max(spec.num_layers for spec in layout.specs)
         for number in range(min(most, layers), 1, -1):
@@ -88,7 +90,7 @@ class LayerGroups:
 
     @classmethod
     def by_shares(cls, layout: PageLayout, cuts: Sequence[Cut]) -> LayerGroups:
-        """Return the cut by the first of ``cuts`` that fits these pages; one group if none does."""
+        """Return the cut by the first of ``cuts`` that suits these pages, or a single group if none does."""
         layers = max(spec.num_layers for spec in layout.specs)
         for cut in cuts:
             bounds = [layers * end // sum(cut.shares) for end in accumulate(cut.shares, initial=0)]
@@ -102,11 +104,11 @@ class LayerGroups:
         return len(self.parts)
 
     def holding(self, layer: int) -> int:
-        """Return the group that layer ``layer`` is in, of every KV group that has such a layer."""
+        """Return the index of the layer group that has layer ``layer``, the same for every KV group."""
         return bisect_right(self.starts, layer) - 1
 
     def divide(self, nbytes: int) -> list[int]:
-        """Return the bytes of each group, of a page that has ``nbytes`` as it crosses the link."""
+        """Return the bytes of each group if the whole page has ``nbytes`` as it crosses the link."""
         sizes = [sum(part.nbytes for part in parts) for parts in self.parts]
         return [nbytes * size // sum(sizes) for size in sizes]
 

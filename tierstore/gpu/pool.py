@@ -1,6 +1,6 @@
-"""The page-major slots of the HBM tier: in one allocation of a card, or in ordinary memory (``device: cpu``).
+"""The page-major slots of the HBM tier, in one allocation of a card or in ordinary memory (``device: cpu``).
 
-``CudaPool`` and ``CpuPool`` hold them. An engine's own tensors are slots too, see ``engine_pages``.
+``CudaPool`` and ``CpuPool`` hold the slots. For an engine's own tensors as slots, see ``engine_pages``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HbmBytes(Protocol):
-    """Page slots whose bytes can be copied out and in, by threads."""
+    """Page slots whose bytes threads can copy out and in."""
 
     num_slots: int
 
@@ -70,16 +70,19 @@ class GroupedPages:
 
 
 class CpuPool:
-    """Page-major slots in ordinary memory, page aligned: ``[num_slots, num_layers, planes, page_size, heads, dim]``."""
+    """Page-major slots in ordinary memory, aligned to memory pages.
+
+    Their shape is ``[num_slots, num_layers, planes, page_size, heads, dim]``.
+    """
 
     def __init__(self, layout: PageLayout, num_slots: int) -> None:
-        """Allocate ``num_slots`` slots; their memory is taken from the system when it is first touched."""
+        """Allocate ``num_slots`` slots. The system provides their memory when it is first touched."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
         self._bytes = buffer(self.nbytes)
-        # Ordinary tensors even in a store opened in inference mode: inference tensors cannot be written outside of it.
+        # Never inference tensors, because those cannot be written to outside of inference mode.
         with torch.inference_mode(False):
             flat = torch.from_numpy(self._bytes)
             groups = tuple(
@@ -91,7 +94,7 @@ class CpuPool:
     def view(self, slot: int) -> NDArray[np.uint8]:
         """Return the slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable.
 
-        IndexError for a slot that is not there.
+        IndexError if there is no such slot.
         """
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"HBM slot must be 0 to {self.num_slots - 1}, got {slot}")
@@ -113,7 +116,7 @@ class CpuPool:
 
 
 def torch_dtype(spec: PageSpec) -> torch.dtype:
-    """Return the dtype of the pages of ``spec``, as torch's."""
+    """Return the torch dtype of the pages of ``spec``."""
     dtype = getattr(torch, spec.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -122,7 +125,8 @@ def torch_dtype(spec: PageSpec) -> torch.dtype:
 def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
     """Return one KV group's pages in place, ``[num_slots, *spec.shape]``.
 
-    ``flat``: uint8 memory of slots that are ``stride`` bytes apart; ``offset``: byte of a slot where the group begins.
+    ``flat`` is the uint8 memory of slots that are ``stride`` bytes apart. The group begins at byte ``offset``
+    of a slot.
     """
     itemsize = DTYPE_NBYTES[spec.dtype]
     rows = flat.view(num_slots, stride)[:, offset : offset + spec.page_nbytes]
@@ -132,10 +136,10 @@ def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, 
 
 
 class CudaPool:
-    """Page-major slots in one allocation of a card, page aligned; shaped as those of ``CpuPool``."""
+    """Page-major slots in one allocation of a card, aligned and shaped as those of ``CpuPool``."""
 
     def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
-        """Allocate the slots. torch.OutOfMemoryError where the device has not enough free memory in one piece."""
+        """Allocate the slots. torch.OutOfMemoryError if the device lacks enough free memory in one piece."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
@@ -153,25 +157,28 @@ class CudaPool:
 
     @property
     def segments(self) -> Segments:
-        """Return where a page's bytes are: one piece."""
+        """Return the segments of a page, which is one piece."""
         return addresses.pool_segments(self.bytes.data_ptr(), self._layout)
 
     def groups(self, layers: LayerGroups) -> list[Segments]:
-        """Return where the bytes of each layer group of a page are."""
+        """Return the segments of each layer group of a page."""
         return addresses.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Copy the slot's page into ``out``, ordinary memory; blocks until it is there."""
+        """Copy the slot's page into ``out`` in ordinary memory. Blocks until the copy has ended."""
         with torch.cuda.stream(self._out):
             torch.from_numpy(out).copy_(self._row(slot))
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Copy ``page``, ordinary memory, into the slot; blocks until it is there."""
+        """Copy ``page`` in ordinary memory into the slot. Blocks until the copy has ended."""
         with torch.cuda.stream(self._in):
             self._row(slot).copy_(torch.from_numpy(page))
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copy the layers ``part`` of ``page``, ordinary memory, into the slot; blocks until they are there."""
+        """Copy the layers ``part`` of ``page`` in ordinary memory into the slot.
+
+        Blocks until the copy has ended.
+        """
         where = slice(part.offset, part.offset + part.nbytes)
         with torch.cuda.stream(self._in):
             self._row(slot)[where].copy_(torch.from_numpy(page[where]))
