@@ -1,8 +1,8 @@
 """Chunks of an engine's host memory on the NVMe tier: bounded, checked, and found again after a restart.
 
-For engines that have their own host tier and offer a place below it. A chunk is one row of their memory; its content is
-not interpreted. The least recently used chunks are evicted first, and of chunks used together the later ones, because a
-chunk is useless without those before it.
+For engines that have a host tier of their own and allow another tier below it. A chunk is one row of the
+engine's memory; its content is not interpreted. The least recently used chunks are evicted first. Of chunks
+used together, the later ones are evicted first, because a chunk is useless without those before it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Done:
 
     Attributes:
         arrived: Keys whose chunks reached their destination, in the job's order.
-        complete: All of them did.
-        seconds: Time from submission until the disk had answered.
-        nbytes: Bytes of the chunks that moved.
+        complete: Whether all chunks of the job did.
+        seconds: Time from the submission of the job to its end.
+        nbytes: Size of the arrived chunks in the engine's memory.
     """
 
     job: int
@@ -68,11 +68,11 @@ class Chunks:
     """
 
     def __init__(self, tier: NvmeTier, memory: NDArray[np.uint8], woken: Event) -> None:
-        """Take over the tier and list what it holds.
+        """Take over the tier and list the chunks that it holds.
 
         Args:
             tier: The tier, owned by this object from now on.
-            memory: ``[chunks, bytes]``, the engine's; valid until ``close``.
+            memory: The engine's memory, ``[chunks, bytes]``, which must stay valid until ``close``.
             woken: The event that the tier was opened to set.
         """
         self._tier = tier
@@ -94,7 +94,8 @@ class Chunks:
     def holds(self, key: bytes) -> bool:
         """Return whether a load of this chunk would be tried. O(1).
 
-        While the disk hangs or fails, only one query per half second gives True, so that a recovery is noticed.
+        While the disk hangs or fails, at most one call per half second returns True, so that a recovery is
+        noticed.
         """
         if _page_key(key) not in self._held:
             return False
@@ -107,7 +108,7 @@ class Chunks:
         return True
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark these chunks, of one request and in its order, as used."""
+        """Mark these chunks as used. They belong to one request and are in its order."""
         for key in reversed(list(keys)):
             if (mine := _page_key(key)) in self._held:
                 self._held.move_to_end(mine)
@@ -115,8 +116,9 @@ class Chunks:
     def store(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
         """Write rows ``places`` under ``keys``. The rows must not change until the job is done.
 
-        Chunks that exist or are in flight are not written again; the least recently used ones are evicted to make
-        space. Chunks for which there is none are left out, and the job is not complete.
+        Chunks that are on disk or being written are not written again. The least recently used chunks are
+        evicted to make space. Chunks for which there is still no space are left out, and the job ends as not
+        complete.
         """
         found = _Job(job, False, list(keys), time.monotonic())
         wanted = [(key, place) for key, place in zip(found.keys, places, strict=True) if self._is_new(key)]
@@ -135,7 +137,7 @@ class Chunks:
         self._tier.submit_write(self._transfer(found, Tier.HOST, self._tier.tier), rows)
 
     def load(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
-        """Fill rows ``places`` with the chunks of ``keys``. Their content is undefined until the job is done."""
+        """Fill rows ``places`` with the chunks of ``keys``. The rows are undefined until the job is done."""
         found = _Job(job, True, list(keys), time.monotonic())
         rows = [self._memory[int(place)] for place in places]
         found.moving = list(found.keys)
@@ -146,9 +148,10 @@ class Chunks:
         self._tier.submit_read(self._transfer(found, self._tier.tier, Tier.HOST), rows)
 
     def finished(self) -> list[Done]:
-        """Return jobs that ended since the last call: nothing touches their rows any more.
+        """Return the jobs that ended since the last call. Nothing accesses their rows any more.
 
-        A load whose read hangs ends only when the disk answers; until then its row may be written.
+        A load whose read hangs ends only when the disk answers, because until then the disk may write to its
+        row.
         """
         for ack in self._tier.poll():
             self._take(ack)
@@ -183,7 +186,7 @@ class Chunks:
         self._memory = self._memory[:0].copy()
 
     def stats(self) -> dict[str, object]:
-        """Return the tier's figures, and ``chunks``, ``used_nbytes``, ``under_way``, ``evicted`` and ``no_room``."""
+        """Return the tier's ``stats`` with ``chunks``, ``used_nbytes``, ``under_way`` and counters added."""
         mine = {"chunks": len(self._held), "used_nbytes": self._used, "under_way": len(self._jobs)}
         return {
             **self._tier.stats(),
@@ -196,7 +199,7 @@ class Chunks:
         return (mine := _page_key(key)) not in self._held and mine not in self._writing
 
     def _make_room(self) -> bool:
-        """Make space for one more record. False if everything that could be evicted is being read."""
+        """Evict chunks to make space for one more record. False if too many chunks are being read."""
         cost = self._tier.record_nbytes
         limit = self._tier.budget_nbytes - (len(self._writing) + 1) * cost
         if self._used <= limit:
@@ -269,7 +272,7 @@ class Chunks:
 
 
 def is_whole(key: bytes) -> bool:
-    """Return whether the disk knows this key unchanged: 36 bytes, like vLLM's with SHA-256. Other keys are digested."""
+    """Return whether the tier uses this key as it is: 36 bytes, like vLLM's SHA-256. Others are hashed."""
     return len(key) == KEY_NBYTES
 
 

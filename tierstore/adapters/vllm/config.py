@@ -1,7 +1,8 @@
-"""The connector's configuration: its own settings, what it takes from vLLM's, and each rank's share.
+"""The connector's configuration: its own settings, those read from vLLM's, and each rank's share.
 
-``Settings`` is ``kv_connector_extra_config``; ``Deployment`` describes one engine, the same for the scheduler's
-half and the workers'. What cannot be served raises ConfigError here; what may surprise a user is a warning.
+``Settings`` is ``kv_connector_extra_config``; ``Deployment`` describes one engine, the same for the
+scheduler's half and the workers'. Unsupported settings raise ConfigError here; settings with surprising
+effects log a warning.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Parse vLLM's ``kv_connector_extra_config``. ConfigError names key, value and what it must be."""
+        """Parse vLLM's ``kv_connector_extra_config``. ConfigError names key, value and valid values."""
         for key in extra:
             if key not in _KNOWN:
                 near = get_close_matches(key, _KNOWN, 1)
@@ -149,7 +150,7 @@ def device_of(tensor: torch.Tensor) -> str:
 
 
 def tell_of_policy(transfer_config: Any) -> None:
-    """Warn if requests would end with an error instead of being computed."""
+    """Warn if vLLM would fail requests whose pages are missing instead of computing them."""
     policy = getattr(transfer_config, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         _log.warning(
@@ -160,7 +161,7 @@ def tell_of_policy(transfer_config: Any) -> None:
 
 
 def tell_of_hashes(last: bool) -> None:
-    """Warn if nothing on disk would be found after a restart."""
+    """Warn if no page on disk would be found after a restart."""
     if not last:
         _log.warning(
             "this vLLM starts its block hashes at random in every process: pages on disk are found after a "
@@ -195,16 +196,16 @@ class Deployment:
     settings: Settings
     groups: Groups
     identity: str
-    """What the keys of this model's pages begin with."""
+    """Identity of the model, from which the namespaces of its keys are made."""
     world_size: int
-    """Workers that share each page."""
+    """Number of workers that share each page."""
     replica: int | None
     """Number of this engine among those that share the requests (data parallel); None if there is only one."""
     num_blocks: int
     events: bool
     """Whether KV events are published."""
     lora: str
-    """What decides how LoRA adapters are computed, besides their files."""
+    """Settings that affect the K/V of LoRA adapters, besides the adapters' files."""
     memory_may_go: bool
     """Whether vLLM may free the KV cache's memory while it sleeps."""
 
@@ -238,7 +239,7 @@ class Deployment:
         return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
 
     def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
-        """Return what worker ``rank`` opens: its share of the tiers, and the engine's ``tensors`` as pages.
+        """Return the configuration of worker ``rank`` and its share, and the engine's ``tensors`` as pages.
 
         ConfigError if the tensors cannot be pages.
         """

@@ -1,7 +1,7 @@
 """``TierStoreConnector``: vLLM's interface to the two halves. It only translates.
 
-Also the wrappers in which ``messages`` travel between vLLM's processes. Tested with vLLM 0.32; vLLM calls its connector
-interface experimental.
+Also defines the wrappers in which vLLM sends ``messages`` between its processes. Tested with vLLM 0.32; vLLM
+calls its connector interface experimental.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     import torch
 
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
-"""How vLLM is told by request what has come and what has failed; None before 0.32."""
+"""vLLM's class to report loaded and failed requests; None before 0.32."""
 
 Hybrid: Any = object if TransferResults is None else base.SupportsHMA
-"""Claims several KV groups, where a failed load can be told in spite of them."""
+"""Base class that declares support for several KV groups, if failed loads can be reported with several."""
 
 
 @dataclass
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What is sent to the workers with each step."""
+    """The message to the workers in each step."""
 
     orders: Orders
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers send back."""
+    """The message of the workers to the scheduler."""
 
     report: Report
 
@@ -68,15 +68,17 @@ class HelloMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     """KV blocks in host memory and on NVMe: checked, bounded, and available after a restart.
 
-    ``kv_connector_extra_config`` has ``config``, the path of a YAML file or its content as a mapping, and the fields of
-    ``config.Settings``. Requests wait for their loads while others run; what cannot be loaded is computed.
+    ``kv_connector_extra_config`` has ``config``, the path of a YAML file or its content as a mapping, and the
+    fields of ``config.Settings``. Requests wait for their loads while others run; pages that cannot be loaded
+    are computed.
 
-    Layers with full attention, sliding windows and local chunks have KV groups of their own (``SupportsHMA``) if vLLM
-    can be told per request that a load has failed, that is, from 0.32 on. Earlier versions put them into one group.
+    Layers with full attention, sliding windows and local chunks have KV groups of their own (``SupportsHMA``)
+    from vLLM 0.32 on, where a failed load can be reported per request. Earlier versions put them into one
+    group.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Open one half. ConfigError if the configuration or vLLM does not suit this connector."""
+        """Open one half. ConfigError if the connector does not support the configuration or this vLLM."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._deployment = Deployment.of(vllm_config, self._kv_transfer_config, kv_cache_config)
         self._worker: WorkerHalf | None = None
@@ -112,7 +114,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False, because nothing is done between layers."""
+        """Return False, because the connector does nothing between layers."""
         return False
 
     # -- scheduler ----------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Start to prefetch what only the disk holds of a queued request."""
+        """Start to prefetch the pages of a queued request that only the disk holds."""
         local = 0
         if self._scheduler.looks_ahead and self._pool is not None:
             local = local_tokens(self._pool, self._deployment.groups, request.block_hashes)
@@ -144,7 +146,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note the request's blocks, into which ``num_external_tokens`` are to be loaded."""
+        """Note the request's blocks, into which ``num_external_tokens`` tokens are to be loaded."""
         if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -183,7 +185,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         return self._scheduler.pending
 
     def take_events(self) -> Iterable[Any]:
-        """Return blocks that became readable in memory (CPU) or on disk (STORAGE), and those that were removed."""
+        """Return events of blocks that were added to or removed from memory (CPU) or disk (STORAGE)."""
         changes = self._scheduler.take_events()
         return compat.kv_events(changes) if changes else ()
 
@@ -222,7 +224,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         here = self._workers_here()
         if here:
             return all(worker.rest() for worker in here)
-        # A served engine has stepped until nothing was under way; one in its caller's process has not.
+        # A served engine has stepped until no copy was in flight; one in its caller's process has not.
         return self._scheduler.at_rest or not self._deployment.memory_may_go
 
     # -- worker -------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
             self._failed |= self._orders.failed
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the step's loads, which run beside it."""
+        """Start the step's loads, which run in parallel with it."""
         if self._worker is not None:
             self._worker.go()
 
@@ -266,12 +268,12 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         """Do nothing: blocks are stored as a whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Start to copy what the launched step fills. Does not wait."""
+        """Queue copies of the blocks that the launched step fills. Does not wait."""
         if self._worker is not None:
             self._worker.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return requests whose loads have failed; the scheduler's half reports the others."""
+        """Return requests whose loads have failed. The scheduler's half reports those that succeeded."""
         self._bad = {block for blocks in self._failed.values() for block in blocks}
         failed, self._failed = set(self._failed), {}
         return None, failed or None
@@ -279,19 +281,19 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return failed loads in the form of vLLM 0.32 and later.
 
-        With several groups such a request is computed from its beginning.
+        With several groups vLLM computes such a request from its beginning.
         """
         _, failed = self.get_finished(finished_req_ids)
         failed = failed or set()
         return TransferResults(set(), failed, set() if self._deployment.groups.whole else failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed loads that hold nothing, if there is one group with full attention."""
+        """Return the blocks that failed loads left unfilled, if there is one group with full attention."""
         bad, self._bad = self._bad, set()
         return bad if self._deployment.groups.whole else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what has ended."""
+        """Return the report of this worker."""
         if self._worker is None:
             return None
         report = self._worker.report()
@@ -335,4 +337,4 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         config, kv_layout = self._deployment.of_rank(tensors, rank)
         self._worker = self._open_half(config, kv_layout, rank)
         if self._deployment.replica is not None:
-            self._worker.idle_s = 0.0  # the other engines' steps wait for this one's
+            self._worker.idle_s = 0.0  # steps of the other engines wait for this one

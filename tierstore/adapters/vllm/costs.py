@@ -1,9 +1,10 @@
-"""What loading and computing cost on this machine, and how much of a hit is therefore worth loading.
+"""Estimate the time to load and to compute tokens on this machine, and how much of a hit is worth loading.
 
-A request computes nothing while it loads, and computes every token behind the last loaded page. Each token takes longer
-to compute than the previous one, while each page of a run on disk takes equally long to read. So either all pages of
-such a run are worth loading or none, and a hit ends before a run or includes all of it. ``MeasuredCosts`` learns the
-disk's throughput from the store's traffic, ``ComputeRate`` the engine's from its own steps.
+A request computes nothing while it loads, and computes every token behind the last loaded page. Each token
+takes longer to compute than the previous one, while each page of a run on disk takes the same time to read.
+So either all pages of such a run are worth loading or none, and the loaded part of a hit ends before a run or
+includes all of it. ``MeasuredCosts`` learns the disk's throughput from the store's traffic, ``ComputeRate``
+the engine's from its own steps.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _OLD_S = 60.0
 _LEAST_S = 0.05
 """Smaller reads are dominated by their start and end, and are not measured."""
 _MOST_S = 0.25
-"""After a longer time between two measurements it is unknown how much of it was spent reading."""
+"""If more time has passed between two measurements, it is unknown how much of it was spent reading."""
 _READS_KEPT = 0.8
 """Weight of the previous estimate of the disk's throughput."""
 
 
 class Costs(Protocol):
-    """What loading and computing take on this machine, in seconds."""
+    """Estimates of the time to load and to compute tokens on this machine, in seconds."""
 
     def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
         """Return the time to load ``pages`` pages, of which ``on_disk`` are read from disk; 0 if unknown.
 
         Args:
-            coming: Pages of this hit among the reads in flight, which are not waited for twice.
+            coming: Number of pages of this hit among the reads in flight. Their time counts once.
         """
         ...
 
@@ -55,7 +56,7 @@ class Costs(Protocol):
 
 
 class _Read(NamedTuple):
-    """Pages that the disk delivered, and the seconds of reading they took."""
+    """Number of pages that the disk delivered, and the seconds that it took to read them."""
 
     pages: float
     seconds: float
@@ -65,7 +66,7 @@ _NOTHING = _Read(0, 0.0)
 
 
 class _End(NamedTuple):
-    """Where a hit may end: its tokens, its pages, and those of them on disk."""
+    """A possible end of a hit: its numbers of tokens, of pages, and of pages on disk up to there."""
 
     tokens: int
     pages: int
@@ -94,9 +95,9 @@ def worth_loading(hit: Hit, total: int, costs: Costs) -> int:
 class MeasuredCosts:
     """``Costs`` measured from the store's and the engine's recent work.
 
-    The disk's throughput is measured while it has something to read, but not beside steps that compute: reads that end
-    meanwhile are noticed, and new ones started, only when the step has ended. Figures older than a minute are dropped:
-    loads are tried again, so a slow moment has no lasting effect.
+    The disk's throughput is measured while it reads, but not during steps that compute: the end of a read is
+    noticed, and a new read started, only when such a step has ended. Figures older than a minute are dropped,
+    so that loads are tried again and a slow moment has no lasting effect.
 
     Args:
         read_rate: Bytes/s that the disk gave when it was measured at opening; None if it was not measured.
@@ -126,9 +127,9 @@ class MeasuredCosts:
         self._known_at: float | None = None
 
     def look(self, *, computes: bool = False) -> None:
-        """Account for what was read since the last call. Call it at least once per step.
+        """Account for the pages read since the last call. Call it at least once per step.
 
-        ``computes``: this step computes.
+        ``computes`` says whether this step computes.
         """
         now, reads = self._clock(), self._reads_of(self._store.traffic())
         arrived = sum(edge.arrived for edge in reads)
@@ -148,7 +149,7 @@ class MeasuredCosts:
             self._known_at, self._new = now, _NOTHING
 
     def load_s(self, pages: int, on_disk: int, coming: int = 0) -> float:
-        """See ``Costs``. Pages read from disk cross the link meanwhile."""
+        """See ``Costs``. Pages cross the link while others are read from disk."""
         traffic, rate = self._store.traffic(), self._store.rates().get(_LOAD)
         page_s = 0.0 if rate is None else self._page_nbytes / rate
         before = traffic[_LOAD].in_flight if _LOAD in traffic else 0
@@ -167,7 +168,7 @@ class MeasuredCosts:
         return self._compute_rate.seconds(start, end)
 
     def _read_s(self) -> float:
-        """Return the time to read a page from disk; 0 while it is not known."""
+        """Return the time to read a page from disk; 0 while it is unknown."""
         if self._known_at is None:
             return self._page_s
         return self._known.seconds / self._known.pages if self._is_fresh(self._clock()) else 0.0
@@ -183,7 +184,8 @@ class MeasuredCosts:
 def _ends(hit: Hit) -> Iterator[_End]:
     """Yield the possible ends, shortest first, the whole hit last.
 
-    With several groups only the whole hit has the windows it needs.
+    With windows or several groups these are 0 and the whole hit, because windows are complete only at its
+    end.
     """
     spans = hit.spans
     if len(spans) == 1 and not spans[0].group.partial:
@@ -199,14 +201,14 @@ def _ends(hit: Hit) -> Iterator[_End]:
 
 
 def _changes(tiers: Sequence[Tier]) -> list[int]:
-    """Return where runs of pages on disk, and of other pages, begin."""
+    """Return the positions at which runs of pages on disk, and runs of other pages, begin."""
     return [i for i, tier in enumerate(tiers) if not i or (tier > Tier.HOST) != (tiers[i - 1] > Tier.HOST)]
 
 
 _LEAST_TOKENS = 512
-"""Steps with fewer tokens take the time of their launches."""
+"""In steps with fewer tokens, most of the time is spent launching kernels."""
 _OF_A_PROMPT = 16
-"""A request with fewer tokens in a step is decoding."""
+"""A request with fewer tokens in a step counts as decoding."""
 _MOSTLY = 0.9
 _STEPS_KEPT = 0.9
 """Weight of the previous estimate against a new step."""
@@ -222,7 +224,7 @@ class _Step(NamedTuple):
 
 
 class ComputeRate:
-    """Measures the time of computing. Steps end in the order in which they were ordered, reported or not.
+    """Measures the time to compute tokens. Steps end in order, whether their end is reported or not.
 
     The first step is ignored because it compiles and allocates.
     """

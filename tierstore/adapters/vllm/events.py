@@ -1,6 +1,7 @@
-"""Pages that became readable in host memory and on disk, or were removed, for routers that follow pages.
+"""Events for routers: pages that became readable in host memory or on disk, or were removed from there.
 
-Only pages that this process stored are reported: the tokens of pages that an earlier one left on disk are unknown.
+Only pages that this process stored are reported. The tokens of pages that an earlier process left on disk are
+unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Block:
     tokens: tuple[int, ...]
     lora_name: str | None
     group: int = 0
-    """The KV cache group that it is one of."""
+    """Number of the KV cache group to which the block belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +42,20 @@ class Change:
 
 
 class Events:
-    """Changes since the last ``take``, in order: a page that moves down first appears there and then leaves here."""
+    """Changes since the last ``take``, in order. Of a page that moves down, the lower tier comes first."""
 
     def __init__(self) -> None:
         self._coming: OrderedDict[PageKey, Block] = OrderedDict()
         self._held: dict[PageKey, tuple[Block, set[Tier]]] = {}
         self._changes: list[Change] = []
         self.lost = 0
-        """Changes that nobody took in time."""
+        """Number of changes that were dropped because no caller took them in time."""
 
     def learn(self, request: Any, keys: Sequence[PageKey], first: int, group: Group) -> None:
         """Note that these blocks of the request, from number ``first`` on, are to be stored."""
         hashes, size, stride = request.block_hashes, group.block_size, group.stride
         lora = getattr(request, "lora_request", None)
-        # Also what is held: that it has left may not have been told yet.
+        # Also for pages that the store holds: their removal may not have been reported yet.
         for i, key in enumerate(keys, first):
             parent = hashes[i * stride - 1] if i else None
             tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
@@ -64,14 +65,14 @@ class Events:
             self._coming.popitem(last=False)
 
     def note(self, change: PageChange) -> None:
-        """Note that a page came to a tier or left it."""
+        """Record that a tier gained or lost a page."""
         if change.came:
             self._came(change.key, change.tier)
         else:
             self._left(change.key, change.tier)
 
     def take(self) -> list[Change]:
-        """Return what changed since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 

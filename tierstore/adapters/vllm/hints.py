@@ -40,9 +40,9 @@ class RequestHints:
     """The hints of one request.
 
     Attributes:
-        starts_in_s: When the request is expected to start.
+        starts_in_s: Seconds until the request is expected to start.
         priority: Of requests that start together, the higher one goes first.
-        after: What happens to its pages when it has ended; None if nothing was said.
+        after: Action on the pages of the request when it has ended; None if no hint gives one.
         keep_s: How long its pages are retained.
         keep_priority: Priority of the retained pages.
     """
@@ -77,15 +77,15 @@ class PageRetention:
         self._revisions = count(1)
 
     def waits(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
-        """Retain the pages of a queued request that it is to leave behind."""
+        """Retain the pages of a queued request whose pages are to be retained after it has ended."""
         if hints.after == "retain":
             self._hint(request_id, hints, keys)
 
     def ended(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
         """Retain or give up the pages of a request that has ended.
 
-        Pages still on their way out of vLLM's blocks are retained once they arrive. Of pages that nobody needs, only
-        those stored by now are evicted first.
+        Pages that are still being copied out of vLLM's blocks are retained once they arrive. Given-up pages
+        are evicted first only if they are stored by now.
         """
         if hints.after is not None and keys:
             self._hint(request_id, hints, keys)

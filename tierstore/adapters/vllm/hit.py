@@ -1,10 +1,10 @@
-"""How many tokens of a prompt the connector offers to vLLM, and which pages they take.
+"""Find how many tokens of a prompt the connector offers to vLLM, and the pages that hold them.
 
-``HitLookup.tokens`` gives the number, which is looked up once and repeated however often vLLM asks. ``longest_hit``
-finds the hit. A group with full attention needs all blocks up to the hit's end, a sliding window only those that the
-next token sees; the hit is the longest one at whose end all windows exist, within what full attention has. ``costs``
-may shorten it. ``pages_to_load`` names the pages and blocks of a hit that vLLM has accepted; ``local_tokens`` says what
-vLLM holds.
+``HitLookup.tokens`` returns the number, and reuses the result of a lookup while vLLM asks again.
+``longest_hit`` finds the hit. A group with full attention needs all blocks up to the hit's end, a sliding
+window only those that the next token sees. So the hit is the longest one whose blocks full attention has and
+at whose end all windows are complete. ``costs`` may shorten it. ``pages_to_load`` returns the pages and
+blocks of a hit that vLLM has accepted, ``local_tokens`` the number of tokens that vLLM itself holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pages of one group: blocks from number ``first`` on, and the tier of each."""
+    """Pages of one group: consecutive blocks from number ``first`` on, with key and tier of each."""
 
     group: Group
     first: int
@@ -55,12 +55,12 @@ class Hit:
 
     @property
     def tokens(self) -> int:
-        """Its length in tokens."""
+        """Length of the hit in tokens."""
         return self.end - self.start
 
     @property
     def pages(self) -> int:
-        """Number of pages that it takes."""
+        """Number of pages in all groups."""
         return sum(len(span.keys) for span in self.spans)
 
     def up_to(self, tokens: int) -> Hit:
@@ -72,7 +72,10 @@ class Hit:
 
     @property
     def sources(self) -> dict[Tier, int]:
-        """Its tokens by the tier in which full attention finds them; without such a group, by the slowest of all."""
+        """Number of tokens by the tier of their page with full attention.
+
+        Without such a group, all tokens count for the slowest tier of the hit.
+        """
         whole = next((span for span in self.spans if not span.group.partial), None)
         if whole is not None:
             size = whole.group.block_size
@@ -92,7 +95,7 @@ class Hit:
 
 
 def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: int, find: Find) -> Hit:
-    """Return the longest hit from ``start``, of at most ``limit`` tokens in all and a multiple of ``groups.unit``."""
+    """Return the longest hit from ``start`` that ends at a multiple of ``groups.unit`` up to ``limit``."""
     unit = groups.unit
     end = max(start, limit // unit * unit)
     whole: list[tuple[int, Span]] = []
@@ -119,10 +122,11 @@ def longest_hit(groups: Groups, chains: Sequence[KeyChain], start: int, limit: i
 def pages_to_load(
     groups: Groups, chains: Sequence[KeyChain], tables: Sequence[Sequence[int]], start: int, end: int
 ) -> list[tuple[int, PageKey, int]]:
-    """Return what to load for the tokens from ``start`` to ``end``: first token, key and block of each page.
+    """Return first token, key and block of each page to load for the tokens from ``start`` to ``end``.
 
-    Includes every block that the tables have there, because vLLM counts all of them as computed from then on. Sorted by
-    the token at which they end, because what arrives first is usable without the rest.
+    Includes every block that the tables have there, because vLLM counts all of them as computed from then on.
+    Pages are sorted by the token at which they end, because the first ones to arrive are usable without the
+    rest.
     """
     found: list[tuple[int, int, PageKey, int]] = []
     for group, chain, table in zip(groups.all, chains, tables, strict=True):
@@ -142,7 +146,7 @@ def _windows(
 ) -> list[Span | int]:
     """Return the pages of each window for a hit that ends at ``end``, or the token where the first missing page begins.
 
-    No hit that ends between that token and ``end`` has all pages either, because it needs the same one.
+    A hit that ends between that token and ``end`` cannot be complete either, because it needs the same page.
     """
     spans: list[Span | int] = []
     for group, chain in zip(groups.all, chains, strict=True):
@@ -164,18 +168,22 @@ def _cut(span: Span, end: int) -> Span:
 
 
 _LOOKUP_ASKS = 64
-"""How often a result is repeated before pages are looked up again.
+"""How often the result of a lookup is reused before pages are looked up again.
 
-A request that waits for space asks in every step.
+vLLM asks in every step for a request that waits for space.
 """
 
 
 class HitLookup:
-    """Lookups in a store.
+    """Looks up the hits of requests in a store.
 
     Args:
-        put_off_s: How long a request waits for what ``disk_prefetch`` reads from disk.
-        costs: Pages are not loaded if computing is faster and nobody else wants the engine; None: always load.
+        store: The store.
+        groups: The KV groups of the model.
+        disk_prefetch: The reads from disk for queued requests, if there is a disk.
+        put_off_s: Longest time that a request waits for pages that ``disk_prefetch`` reads from disk.
+        costs: With it, pages are not loaded if computing them is faster and no other request wants the
+            engine. None: always load.
     """
 
     def __init__(
@@ -187,7 +195,7 @@ class HitLookup:
         costs: Costs | None = None,
     ) -> None:
         self.left = 0
-        """Number of pages that were not loaded for that reason."""
+        """Number of pages that were not loaded because computing them is faster."""
         self._store = store
         self._groups = groups
         self._disk_prefetch = disk_prefetch
@@ -195,9 +203,9 @@ class HitLookup:
         self._costs = costs
 
     def tokens(self, known: RequestState, computed: int, others: int = 0) -> int | None:
-        """Return the number of tokens beyond ``computed``; None means ask again.
+        """Return the number of tokens to offer beyond ``computed``; None means that vLLM should ask again.
 
-        ``others``: requests that want the engine.
+        ``others`` is the number of other requests that want the engine.
         """
         return None if self._put_off(known) else self._lookup(known, computed, others).hit.tokens
 
@@ -225,7 +233,7 @@ class HitLookup:
         return lookup
 
     def _put_off(self, known: RequestState) -> bool:
-        """Return whether the request should wait in vLLM's queue. After waiting, its pages are looked up again."""
+        """Return whether the request should wait in vLLM's queue. After it, its pages are looked up again."""
         if not self._put_off_s or self._disk_prefetch is None or known.put_off == math.inf:
             return False
         now = monotonic()
@@ -236,7 +244,7 @@ class HitLookup:
         return False
 
     def _worth(self, known: RequestState, hit: Hit, costs: Costs) -> Hit:
-        """Return the part of the hit that is loaded; the rest is prefetched behind it."""
+        """Return the part of the hit that is worth loading. The rest is left to ``disk_prefetch``."""
         loaded = hit.up_to(worth_loading(hit, known.request.num_tokens, costs))
         if loaded.tokens < hit.tokens:
             if not known.left:
@@ -247,7 +255,7 @@ class HitLookup:
         return loaded
 
     def _longest(self, known: RequestState, computed: int) -> Hit:
-        """Return the longest hit. At least one token is left to compute."""
+        """Return the longest hit that leaves at least one token to compute."""
         limit = known.request.num_tokens - 1
         if known.limit is not None:
             limit = min(limit, known.limit)
@@ -255,7 +263,7 @@ class HitLookup:
 
 
 class Pool(Protocol):
-    """The part of vLLM's block pool that is used."""
+    """The part of vLLM's block pool that is used here."""
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> object | None:
         """Return the blocks with this hash, one per group; None unless all groups have one."""
@@ -263,10 +271,11 @@ class Pool(Protocol):
 
 
 def local_tokens(pool: Pool, groups: Groups, block_hashes: Sequence[bytes]) -> int:
-    """Return the number of the request's tokens that the engine holds now, by the first group with full attention.
+    """Return how many of the first tokens the engine holds now, in the first group with full attention.
 
-    vLLM reuses a prompt's last blocks first, so the end is found by bisection. If a block before it is missing all the
-    same, pages behind it are prefetched only when they are requested. Windows alone count as nothing.
+    vLLM evicts a prompt's last blocks first, so bisection finds the end. If a block before it is missing all
+    the same, pages behind that block are prefetched only when they are requested. Without such a group,
+    returns 0.
     """
     group = groups.spine
     if group is None:

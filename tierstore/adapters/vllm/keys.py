@@ -29,11 +29,11 @@ _KEY_NBYTES = _HASH_NBYTES + len(_SUFFIX)
 
 
 class Hashed(Protocol):
-    """A request with the hashes of its full blocks so far."""
+    """The part of vLLM's request that is used here."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per hash block, in order. It grows as tokens are added."""
+        """One hash per full hash block, in order. The sequence grows as tokens are added."""
         ...
 
 
@@ -41,7 +41,9 @@ class KeyChain:
     """The keys of one request's blocks, each computed once.
 
     Args:
-        stride: Hashes per block, of which the last one counts.
+        request: The request, whose hashes may grow.
+        namespace: 32 bytes, the namespace of the keys.
+        stride: Hashes per block. The key of a block is made of the last one.
     """
 
     def __init__(self, request: Hashed, namespace: bytes, stride: int = 1) -> None:
@@ -74,11 +76,11 @@ def namespace(identity: str) -> bytes:
 
 
 def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
-    """Return the key of each block; keys are equal only if namespace and hash are.
+    """Return the key of each block. Two keys are equal only if both their namespaces and hashes are.
 
-    Hashes of 32 bytes (vLLM's SHA-256) are digests already, and are combined bit by bit (XOR) with the namespace, which
-    is a digest, too. To make two keys of different namespaces collide, one would have to find hashes that differ by
-    exactly that. Other hashes are digested.
+    Hashes of 32 bytes (vLLM's SHA-256) are digests already, and are combined bit by bit (XOR) with the
+    namespace, which is a digest, too. Keys of two namespaces collide only if their hashes differ in exactly
+    the bits in which the namespaces differ. Hashes of other lengths are digested together with the namespace.
     """
     if set(map(len, hashes)) != {_HASH_NBYTES}:
         return [
@@ -93,7 +95,7 @@ def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
 _log = logging.getLogger("tierstore.adapters.vllm.identity")
 
 _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-"""Config entries about how a model is stored or run; its dtype is named separately."""
+"""Config entries that say how a model is stored or run. ``identity`` adds the dtype separately."""
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -102,8 +104,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 def identity(vllm_config: Any, model_id: str) -> str:
     """Return, as JSON, the model, its weights, dtypes, attention and parallel layout, and the user's ``model_id``.
 
-    Weights in a local folder are identified by samples of every file, at most 1 MiB each; those of a hub by their
-    commit. Scheduler and workers compute the same string, and so does the next process for the same files.
+    Weights in a local folder are identified by samples of every file, at most 1 MiB each; weights from a hub
+    by their commit. Scheduler and workers compute the same string, and so does the next process for the same
+    files.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     folder = Path(model.model)
@@ -131,7 +134,8 @@ def identity(vllm_config: Any, model_id: str) -> str:
 def weights_digest(path: Path) -> str:
     """Return a hex digest of names, lengths and samples of all weight files in a folder, or of one file.
 
-    Samples are the first 64 KiB, where safetensors have their header, the last 64 KiB, and 14 pieces between.
+    The samples of a file are its first 64 KiB, where safetensors files have their header, its last 64 KiB,
+    and 14 pieces of that size in between.
     """
     files = [path] if path.is_file() else sorted(f for kind in _WEIGHTS for f in path.glob(kind))
     digest = sha256()
@@ -150,11 +154,11 @@ def _feed_samples(digest: hashlib._Hash, file: Path, size: int) -> None:
 
 
 _ALL_OF_ADAPTER = 256 << 20
-"""Largest size of an adapter's file that is read whole; larger files are sampled."""
+"""Largest file of an adapter that is digested completely. Larger files are sampled."""
 _OF_ADAPTER = ("adapter_config.json", *_WEIGHTS)
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
-"""Name, length, inode and times of each file of an adapter. While they are unchanged, so is its content."""
+"""Name, length, inode and times of each file of an adapter. Equal signatures are taken as equal content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +168,16 @@ class Adapter:
     number: int
     """vLLM's ``lora_int_id``, which identifies what vLLM has loaded."""
     digest: str
-    """Digest of its files; part of the identity."""
+    """Digest of its files. The namespace of the request's keys includes it."""
     generation: int
-    """How often files under this number were found changed."""
+    """How often the files of this number were found to have changed."""
     reloads: bool
     """Whether the request makes vLLM load the files again."""
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """What vLLM has loaded under a number, as far as the files show."""
+    """The adapter that vLLM has loaded under a number, as far as the files show."""
 
     path: Path
     signature: Signature
@@ -181,7 +185,7 @@ class _Loaded:
     """None if it is unknown whether vLLM has the files from before or after a change."""
     generation: int = 0
     pending: bool = False
-    """Whether changed files are still to be loaded, by a request that asks for it."""
+    """Whether vLLM has yet to load the changed files, for a request with ``load_inplace``."""
 
 
 class Adapters:
@@ -198,9 +202,9 @@ class Adapters:
         self._warned: set[tuple[int, str]] = set()
 
     def of(self, lora: Any) -> Adapter | None:
-        """Return the adapter of vLLM's ``LoRARequest``. None, with a warning, if it is unknown what vLLM computes.
+        """Return the adapter of vLLM's ``LoRARequest``. None, with a warning, if its weights are unknown.
 
-        Checks the files' times for every request and reads their content when these change.
+        Checks the files' signature for every request, and reads their content when the signature changes.
         """
         number, path = int(lora.lora_int_id), _adapter_folder(lora)
         reloads = bool(getattr(lora, "load_inplace", False))
@@ -230,14 +234,14 @@ class Adapters:
         return Adapter(number, known.digest, known.generation, reloads)
 
     def holds(self, adapter: Adapter, *, look: bool = False) -> bool:
-        """Return whether the request still computes with these files. ``look``: check the files, too."""
+        """Return whether vLLM still computes with these files. With ``look``, check the files as well."""
         known = self._loaded[adapter.number]
         if look and known.generation == adapter.generation and _signature(known.path) != known.signature:
             self._unclear(adapter.number)
         return known.generation == adapter.generation and known.digest == adapter.digest
 
     def runs(self, adapter: Adapter) -> None:
-        """Record that a request with the adapter runs; if it makes vLLM reload the files, that happens now."""
+        """Record that a request with the adapter runs. If it makes vLLM reload the files, this is done."""
         known = self._loaded[adapter.number]
         if adapter.reloads and known.generation == adapter.generation:
             known.pending = False
@@ -261,7 +265,7 @@ class Adapters:
 
 
 def _adapter_folder(lora: Any) -> Path | None:
-    """Return the folder from which vLLM loads the adapter, as it resolves the path; None if it is elsewhere."""
+    """Return the folder from which vLLM loads the adapter; None if the adapter is not in a local folder."""
     given = str(getattr(lora, "lora_path", "") or "")
     elsewhere = ("tensorizer_config_dict", "lora_tensors")
     if not given or any(getattr(lora, name, None) is not None for name in elsewhere):
@@ -275,7 +279,7 @@ def _files_of_adapter(folder: Path) -> list[Path]:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return the signature, or None if a file cannot be examined or there are no weights."""
+    """Return the signature of a folder, or None if a file cannot be examined or there are no weights."""
     try:
         found = [(file.name, file.stat()) for file in _files_of_adapter(folder)]
     except OSError:
@@ -286,7 +290,7 @@ def _signature(folder: Path) -> Signature | None:
 
 
 def _digest(folder: Path, signature: Signature) -> str | None:
-    """Return a digest of the files with this signature; None if they cannot be read, or changed meanwhile."""
+    """Return a digest of the files; None if they cannot be read or no longer have ``signature``."""
     digest = sha256()
     try:
         for file in _files_of_adapter(folder):
@@ -302,9 +306,9 @@ def _digest(folder: Path, signature: Signature) -> str | None:
 
 
 def adapters_digest(folders: Sequence[Path]) -> str:
-    """Return a hex digest of the files of several adapters, in any order.
+    """Return a hex digest of the files of several adapters, whatever the order of ``folders``.
 
-    ConfigError for a folder without such files.
+    ConfigError for a folder without readable adapter files.
     """
     found = []
     for folder in folders:
@@ -319,7 +323,7 @@ def adapters_digest(folders: Sequence[Path]) -> str:
 
 
 def _named(found: object) -> str:
-    """Represent what JSON cannot encode, without memory addresses, which the next process would not have."""
+    """Return a string for a value that JSON cannot encode. It is the same in the next process."""
     text = str(found)
     return type(found).__qualname__ if " at 0x" in text else text
 

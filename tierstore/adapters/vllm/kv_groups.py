@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.vllm.keys import Hashed
 
 NULL_BLOCK = 0
-"""Stands in a block table for a block that its group has given back: the first block of vLLM's pool."""
+"""First block of vLLM's pool. In a block table it replaces a block that the group has given back."""
 
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = "SlidingWindowSpec"
@@ -32,7 +32,7 @@ _OTHERS = (
     "SlidingWindowMLASpec",
     "CircularBufferSpec",
 )
-"""Kinds that are derived from a supported one but manage their blocks differently."""
+"""Kinds derived from a supported kind whose blocks are managed differently."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Groups:
 
     @property
     def spine(self) -> Group | None:
-        """The first group with full attention. Its pages form the chain to which the pages of windows are attached."""
+        """The first group with full attention, whose pages are the parents of the pages of windows."""
         return next((group for group in self.all if not group.partial), None)
 
     @property
     def name(self) -> str:
-        """Part of the pages' identity, because a block's content depends on it.
+        """Description of the groups for the identity of pages, because a block's content depends on them.
 
         Empty for a single group of all layers.
         """
@@ -104,7 +104,7 @@ class Groups:
         )
 
     def namespaces(self, identity: str) -> tuple[bytes, ...]:
-        """Return the key namespace of each group, so that no page of one is ever found as another's."""
+        """Return the key namespace of each group. They differ, so no group finds another's pages."""
         if len(self.all) == 1:
             return (namespace(identity),)
         return tuple(namespace(f"{self.name} {group.number} {identity}") for group in self.all)
@@ -136,7 +136,7 @@ def _group(number: int, group: Any, hash_size: int) -> Group:
 
 
 def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Return window and chunk of a supported kind."""
+    """Return window and chunk of a spec of a supported kind."""
     known = (*_FULL, _WINDOW, _CHUNK, *_OTHERS)
     kind = next((c.__name__ for c in type(spec).__mro__ if c.__name__ in known), "")
     if kind in _FULL:

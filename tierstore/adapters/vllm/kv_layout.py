@@ -19,7 +19,7 @@ from tierstore.page import DTYPE_NBYTES, PageSpec
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a rank's pages are, and where they are in memory."""
+    """The geometry of a rank's pages, and the tensors that hold them."""
 
     spec: PageSpec
     pages: EnginePages
@@ -38,8 +38,8 @@ def kv_layout(
 ) -> KVLayout:
     """Return the pages of all KV groups.
 
-    Groups overlay the same bytes, so a block is the same page whichever group has it, and of tensors that view the same
-    bytes only one counts.
+    Groups overlay the same bytes, so a block is the same page whichever group owns it. Tensors that view the
+    same bytes count once.
 
     Args:
         tensors: One per layer or one for all; layers may share one. One dimension of each counts blocks.

@@ -1,8 +1,9 @@
 """Loads into the engine's blocks, and pages read from disk to host memory ahead of the requests that need them.
 
-``Loads`` starts the loads that vLLM waits for, once their blocks are free of copies, and reports each exactly once,
-when nothing writes its blocks any more. ``DiskPrefetch`` works for queued requests, a few pages each step: what it
-brings displaces no page that a load needs and is not pinned, so a wrong prediction costs reads and nothing else.
+``Loads`` starts the loads that vLLM waits for, once their blocks are free of copies, and reports each exactly
+once, when nothing writes its blocks any more. ``DiskPrefetch`` works for queued requests, a few pages in each
+step. Its pages replace none that a load needs and are not leased, so a wrong prediction costs reads and
+nothing else.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 MOST_A_STEP = 1024
-"""Pages started in one step at most: the first ones travel while the rest is prepared, and others' steps go on."""
+"""Most pages started in one step: the first are copied while others are prepared, and steps stay short."""
 MOST_IF_IDLE = 256
-"""In a step that computes nothing: the next one comes soon, and the link has its first pages sooner."""
+"""The same for a step that computes nothing: the next step comes soon, and the link gets pages sooner."""
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One request's load of ``keys`` into ``blocks``; ``starts`` is the request's token at which each block begins."""
+    """One request's load of ``keys`` into ``blocks``. ``starts`` has the first token of each block."""
 
     request_id: str
     keys: Sequence[PageKey]
     blocks: tuple[int, ...]
     starts: tuple[int, ...]
     leases: deque[Lease] = field(default_factory=deque)
-    """Of the pieces that are not there yet, in order."""
+    """Leases of the parts that have not arrived yet, in order."""
     started: int = 0
     short: bool = False
-    """A page was gone: what follows it is not asked for."""
+    """Whether a page was missing. Pages after it are not requested."""
     arrived: int = 0
-    """Pages of the pieces that have ended, without a gap."""
+    """Number of leading pages that have arrived, without a gap."""
     gap: bool = False
-    """One of them lacks pages: what is behind it is of no use."""
+    """Whether a part that has ended lacks pages. Pages after it are of no use."""
     void: bool = False
-    """What arrives is worth nothing any more."""
+    """Whether the load counts as failed whatever arrives."""
 
     @property
     def begun(self) -> bool:
-        """Whether no further part of it will be started."""
+        """Whether no further part of the load will be started."""
         return self.short or self.void or self.started == len(self.keys)
 
 
@@ -82,7 +83,7 @@ class Loads:
         self.into.update(load.blocks)
 
     def fresh_blocks(self) -> list[int]:
-        """Return blocks of loads wanted since the last call. No copy may still read them when the loads start."""
+        """Return blocks of new loads since the last call. No copy may read them when the loads start."""
         blocks, self._unseen = self._unseen, []
         return blocks
 
@@ -130,13 +131,13 @@ class Loads:
         return loaded
 
     def take_failed(self) -> dict[str, tuple[int, ...]]:
-        """Return requests that lack pages, once each, with the blocks that hold nothing."""
+        """Return requests that lack pages, once each, with the blocks that were not loaded."""
         failed, self._failed = self._failed, {}
         return failed
 
     @property
     def waits(self) -> bool:
-        """Whether vLLM waits for a load, or is still to be told about one."""
+        """Whether vLLM waits for a load or for the report of one."""
         return bool(self._loads or self._loaded or self._failed)
 
     @property
@@ -156,7 +157,7 @@ class Loads:
 
 
 def _end_pieces(load: Load) -> None:
-    """Release each part when it is final; releasing all of them at the end would delay the request."""
+    """Release the lease of each part that is final. Releasing all at the end would delay the request."""
     while load.leases and load.leases[0].wait(0) is not LeaseState.PENDING:
         lease = load.leases.popleft()
         lease.release()
@@ -166,16 +167,16 @@ def _end_pieces(load: Load) -> None:
 
 
 _A_STEP = 128
-"""Pages that are started in one step at most: the scheduler's time is the engine's."""
+"""Most pages started in one step, because the engine waits for the scheduler meanwhile."""
 
 _MOST_BEHIND = 4
-"""Requests for whose pages nobody waits, at once: the newest."""
+"""Most requests at once, the newest, whose pages are prefetched although no request waits for them."""
 
 
 class DiskPrefetch:
-    """The queued requests whose pages are wanted in host memory. For the scheduler's thread, step by step.
+    """The queued requests whose pages are wanted in host memory. Use it from the scheduler's thread only.
 
-    ``most``: limit of pages in flight. ``room``: number of pages that host memory holds.
+    ``most`` is the limit of pages in flight, ``room`` the number of pages that fit in host memory.
     """
 
     def __init__(
@@ -189,16 +190,16 @@ class DiskPrefetch:
         self._memory = frozenset(tier for tier, each in store.tiers.items() if each.in_memory)
         self._queue: dict[str, Hint] = {}
         self._behind: set[str] = set()
-        """Requests of the queue that have started without their pages."""
-        self._store.take_hints()  # from now on the store knows that somebody acts on them
+        """Requests that compute their pages themselves. The pages are prefetched for later requests."""
+        self._store.take_hints()  # from now on the store knows that its hints are used
 
     def want(
         self, request_id: str, keys: Sequence[PageKey], local: int, hints: RequestHints = NO_HINTS
     ) -> None:
         """Add a queued request, of which the engine itself holds the first ``local`` pages.
 
-        It is expected to start now, after all requests before it, unless ``hints`` says otherwise. Pages for which host
-        memory has no space beside its other pages are not waited for.
+        The request is expected to start now, after all requests queued before it, unless ``hints`` says
+        otherwise. It does not wait for pages that do not fit in host memory together with its other pages.
         """
         found = self._store.match(keys[local:])
         end = local + min(found.num_pages, self._room)
@@ -217,12 +218,12 @@ class DiskPrefetch:
             self._promote(hint, end - local, self._clock() + hints.starts_in_s)
 
     def over(self, request_id: str) -> None:
-        """Remove a request that loads its pages now, or is gone."""
+        """Remove a request that loads its pages now or has ended."""
         if self._forget(request_id):
             self._store.hint(Hint(request_id, next(self._revisions), ()))
 
     def behind(self, request_id: str) -> None:
-        """Prefetch the pages of a request that computes them itself after all others, for the next request."""
+        """Prefetch this request's pages last, for later requests: the request computes them itself."""
         hint = self._queue.get(request_id)
         if hint is None or request_id in self._behind:
             return
@@ -248,7 +249,7 @@ class DiskPrefetch:
         return self._promotions.left(hint) > 0 or self._below_memory(self._store.match(last).tiers)
 
     def advance(self) -> None:
-        """Start what there is space for, the most urgent first."""
+        """Start reads for which there is space, the most urgent first."""
         if not self._queue:
             return
         self._store.take_hints()
@@ -257,7 +258,7 @@ class DiskPrefetch:
             self.over(request_id)
 
     def _promote(self, hint: Hint, pages: int, due: float) -> None:
-        """Wants the last ``pages`` of a hint. ``due``: when the request is expected to start, inf: it has, without."""
+        """Want the last ``pages`` pages of a hint by ``due``, or without a due time (inf)."""
         keys = hint.keys[len(hint.keys) - pages :]
         self._promotions.want(hint, keys, Tier.HOST, order=(due, -hint.priority, hint.revision))
 

@@ -57,7 +57,7 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a worker, before the first step: what its pages are and what it has opened."""
+    """The first message of a worker, before the first step: the geometry of its pages and its tiers."""
 
     rank: int
     spec: PageSpec
@@ -67,11 +67,11 @@ class Hello:
     read_rate: float | None = None
     """Bytes/s that the disk gave when it was measured; None if it was not."""
     health: RankHealth = field(default_factory=RankHealth)
-    """What it got of the memory, routes and disk that it asked for."""
+    """Memory, routes and disk that the worker got, compared with its configuration."""
 
     @property
     def opened(self) -> Opened:
-        """Return what the worker has opened, in the form that a directory takes."""
+        """Return the opened tiers in the form that a directory takes."""
         disk = None if self.catalogue is None else self.catalogue.unpacked()
         return Opened(self.num_slots, self.host_slots, disk, self.health)
 
@@ -83,12 +83,12 @@ class Orders:
     Attributes:
         fence: Blocks that this step overwrites. Copies out of them must end before it begins.
         before: Commands that may start with the step.
-        after: Commands that start once the forward pass was launched: they copy what it writes.
-        failed: Requests whose load has failed, with those of their blocks that hold nothing.
+        after: Commands that copy blocks written by the forward pass. They start once it was launched.
+        failed: Requests whose load has failed, with their blocks that were not loaded.
         number: The number of this step.
-        answer: The scheduler waits for a report of this step.
-        idle: This step computes nothing and serves only transfers in flight, so the worker may wait a moment for one to
-            end.
+        answer: Whether the scheduler waits for a report of this step.
+        idle: Whether this step computes nothing and only serves transfers in flight. The worker may then wait
+            a moment for one to end.
     """
 
     fence: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Report:
-    """What workers have done, by rank.
+    """Acks and health of workers, by rank.
 
     Attributes:
         number: The step that has ended; 0 if unknown.

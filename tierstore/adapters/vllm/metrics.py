@@ -49,7 +49,7 @@ _EVERY_S = 1.0
 
 
 class MetricsReader:
-    """Takes snapshots. For the scheduler's thread."""
+    """Reads metrics as increments and present values. Use it from the scheduler's thread only."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         self._snapshot = snapshot
@@ -61,7 +61,7 @@ class MetricsReader:
     def take(self) -> dict[str, Rows] | None:
         """Return the increment of each counter and the value of each gauge, by label values joined with ``,``.
 
-        None if nothing is new, or if the last call was less than a second ago.
+        Returns None if nothing is new, or if the last call was less than a second ago.
         """
         now = monotonic()
         if now < self._next:
@@ -71,7 +71,7 @@ class MetricsReader:
         added = {name: self._added(name, dict(found.get(name, {}))) for name in METRICS}
         by_rank = {name: added[name] for name in METRICS if METRICS[name].gauge and name != "pages"}
         moved = any(rows for name, rows in added.items() if not METRICS[name].gauge)
-        # A gauge must not wait for the next hit: a rank without pinned memory may never have one.
+        # A changed gauge is reported even without a hit: a rank without pinned memory may never have one.
         news = {n: r for n, r in by_rank.items() if r != self._told.get(n, dict.fromkeys(r, 0.0))}
         if not (moved or news):
             return None

@@ -1,4 +1,4 @@
-"""What the scheduler's half knows about each request, and what the request does in a step.
+"""The state that the scheduler's half keeps of each request, and the steps of requests.
 
 ``StepReader`` reads vLLM's ``SchedulerOutput``, which names only a part of each block table, and remembers the rest.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Request(Hashed, Protocol):
-    """The part of vLLM's request that is used."""
+    """The part of vLLM's request that is used here."""
 
     request_id: str
 
@@ -33,11 +33,11 @@ class Request(Hashed, Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What one request does in a step.
+    """The part of one request in a step.
 
     Attributes:
         tables: Its blocks by group. Blocks that a group with a window has given back are still listed.
-        fresh: Blocks that it newly owns, of all groups.
+        fresh: Blocks of all groups that the request did not own before.
     """
 
     request_id: str
@@ -54,8 +54,8 @@ class RequestState:
     """A live request.
 
     Attributes:
-        chains: Its keys, by group.
-        limit: Tokens beyond this are not offered again, because they could not be loaded.
+        chains: Keys of the request's blocks, by group.
+        limit: Tokens beyond this number are not offered: a load of them failed, or the adapter has changed.
     """
 
     request: Request
@@ -63,28 +63,28 @@ class RequestState:
     limit: int | None = None
     lookup: Lookup | None = None
     put_off: float | None = None
-    """Since when it waits for pages read from disk."""
+    """Time since which the request waits for pages read from disk; inf once it no longer waits."""
     left: bool = False
     """Whether some of its pages are computed instead of loaded."""
     taken: Hit | None = None
     """The offer that was accepted last."""
     collected: list[int] = field(default_factory=list)
-    """For each group, the number of leading blocks that were passed on to be stored, are stored, or were given back."""
+    """For each group, the number of leading blocks that were collected, are stored, or were given back."""
     hints: RequestHints = NO_HINTS
     adapter: Adapter | None = None
     """The LoRA adapter that it computes with; None for the base model."""
 
     @property
     def keys(self) -> list[PageKey]:
-        """The keys of all full blocks, group after group."""
+        """Keys of all full blocks, group after group."""
         return [key for chain in self.chains for key in chain.first(self.request.num_tokens)]
 
 
 @dataclass(slots=True)
 class Lookup:
-    """The result of a lookup, for a number of tokens of which some are computed.
+    """The result of a lookup for a request of ``tokens`` tokens, of which ``computed`` are computed.
 
-    ``stale``: the result may have been accepted, so the next query needs a new one.
+    If ``stale``, the next query needs a new lookup.
     """
 
     tokens: int
@@ -95,7 +95,7 @@ class Lookup:
 
 
 class StepReader:
-    """The block tables of all running requests."""
+    """Reads steps out of vLLM's output, and keeps the block tables of all running requests."""
 
     def __init__(self, groups: Groups) -> None:
         self._sizes = [group.block_size for group in groups.all]

@@ -1,8 +1,8 @@
-"""Pages that are saved out of the engine's blocks: which blocks a step fills, and when they are copied.
+"""Save pages out of the engine's blocks: collect the blocks that a step fills, and choose when to copy them.
 
-Blocks that a step fills are collected once each, while they belong to the request, and a bounded number of them is
-put each step. vLLM may give a block to another request and overwrite it: a page that still waits is then given up,
-and if a copy reads the block already, the worker waits for it before the step.
+Each block that a step fills is collected once, while it belongs to the request. A limited number of blocks is
+put in each step. vLLM may give a block to another request, which overwrites it. A page that has not been put
+by then is given up. If a copy already reads the block, the worker waits for the copy before the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Page(NamedTuple):
 
 
 class Stores:
-    """Pages to be stored, by the block that holds them. ``events`` is told about them."""
+    """Pages to be stored, by the block that holds them. ``events`` records them."""
 
     def __init__(self, store: TierStore, groups: Groups, events: Events | None) -> None:
         self.busy: set[int] = set()
@@ -42,7 +42,7 @@ class Stores:
 
     @property
     def waiting(self) -> bool:
-        """Return whether pages wait to be put or copied out."""
+        """Whether pages are still to be put, or the store still reads blocks."""
         return bool(self._collected or self.busy)
 
     def follow(self, known: RequestState, step: Step) -> None:
@@ -54,10 +54,10 @@ class Stores:
     def collect(
         self, known: RequestState, tables: Sequence[Sequence[int]], before: int, computed: int
     ) -> None:
-        """Collect full blocks whose hashes are known: a token that was sampled but not reported has none.
+        """Collect full blocks whose hashes are known. Tokens that were sampled but not reported have no hash.
 
-        Blocks that a window no longer needed at token ``before``, where the step began, may have a new owner by
-        now.
+        Blocks before those that a window needed at token ``before``, where the step began, are left out,
+        because they may have a new owner by now.
         """
         for group, table in zip(self._groups.all, tables, strict=True):
             start = max(known.collected[group.number], group.first_needed(before))
@@ -72,14 +72,14 @@ class Stores:
     def add(self, keys: Sequence[PageKey], blocks: Sequence[int], parents: Sequence[PageKey | None]) -> None:
         """Note that these blocks hold these pages after the coming step, until they are reused.
 
-        ``parents`` has the page before each.
+        ``parents`` has the parent of each page.
         """
         for key, block, parent in zip(keys, blocks, parents, strict=True):
             self._collected.pop(block, None)
             self._collected[block] = _Page(key, parent)
 
     def reused(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """Note that blocks have a new owner. Returns those that copies still read, which must end before it writes."""
+        """Note that blocks have a new owner. Returns those that copies still read; they must end first."""
         fresh = set(blocks)
         for block in fresh & self._collected.keys():
             del self._collected[block]
@@ -100,7 +100,7 @@ class Stores:
         self.busy.difference_update(blocks)
 
     def forget(self) -> None:
-        """Give up every page that was not put by now."""
+        """Give up every page that has not been put yet."""
         self._collected.clear()
 
     def check(self, writing: Set[int]) -> None:
@@ -118,7 +118,7 @@ class Stores:
         self.busy.update(blocks)
 
     def _stored(self, known: RequestState, group: Group, computed: int) -> int:
-        """Return the number of leading blocks that the store has."""
+        """Return the number of leading blocks that the store holds."""
         first = group.first_needed(computed)
         there = known.chains[group.number].first(computed // group.block_size)[first:]
         return first + self._store.match(there).num_pages

@@ -1,8 +1,8 @@
-"""The half beside vLLM's scheduler: it knows what is stored, decides what moves, and gives every step its orders.
+"""The half in vLLM's scheduler process: it knows which pages are stored and decides which ones move.
 
-One thread, the scheduler's; nothing blocks, and nothing is read or copied here. Its decisions (``Orders``) and their
-results (``Report``) are plain data. ``Tiers`` is the store of all workers as this half sees it, whose bytes are
-elsewhere; it exists once all workers have sent their first message.
+Runs in the scheduler's thread only. It never blocks, and reads or copies no pages. Its decisions (``Orders``)
+and their results (``Report``) are plain data. ``Tiers`` is the store of all workers without its bytes, which
+are in the workers; it exists once all workers have sent their first message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is asked of them. ``config``: of one rank; the others are as in ``config.Settings``."""
+    """Settings of the tiers. ``config`` is that of one rank; the others are as in ``config.Settings``."""
 
     config: StoreConfig
     groups: Groups
@@ -53,7 +53,7 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class Tiers:
-    """``disk_prefetch``: None without a disk. ``costs``: None where what is stored is always loaded."""
+    """The store of all workers. ``disk_prefetch`` is None without a disk, ``costs`` if it loads all hits."""
 
     ranks: Ranks
     store: TierStore
@@ -68,9 +68,9 @@ class Tiers:
     def of(
         cls, terms: Terms, hellos: Sequence[Hello], compute_rate: ComputeRate, events: Events | None
     ) -> Tiers:
-        """Over the workers that said hello. ConfigError unless they have opened the same.
+        """Build the tiers over these workers. ConfigError unless all of them opened the same sizes.
 
-        ``events``: is told of every copy that comes and goes from now on.
+        ``events`` records every copy that a tier gains or loses from now on.
         """
         specs = {hello.spec for hello in hellos}
         if len(specs) != 1:
@@ -98,7 +98,7 @@ class Tiers:
 
     @property
     def moving(self) -> bool:
-        """Whether something is in flight, or will be."""
+        """Whether transfers are in flight, or wait to be started."""
         coming = self.disk_prefetch is not None and self.disk_prefetch.waits
         return coming or self.ranks.waiting or self.stores.waiting or not self.store.idle()
 
@@ -136,7 +136,7 @@ def _most_ahead(config: StoreConfig, hello: Hello) -> int:
 def measured(
     terms: Terms, hellos: Sequence[Hello], store: TierStore, compute_rate: ComputeRate
 ) -> MeasuredCosts | None:
-    """What the workers' disks give, the slowest of them counting; None: what is stored is always loaded."""
+    """Return costs measured with the slowest worker's disk; None if every hit is loaded."""
     if terms.load == "always" or terms.config.nvme is None:
         return None
     rates = [hello.read_rate for hello in hellos if hello.read_rate is not None]
@@ -144,11 +144,11 @@ def measured(
 
 
 _QUIET_S = 5.0
-"""Without an answer of the workers for so long the engine is not kept stepping for their sake."""
+"""After this time without a report from the workers, the engine is no longer kept stepping for transfers."""
 
 
 class SchedulerHalf:
-    """Everything but vLLM's names. Inert until all workers have said hello: nothing is offered, nothing ordered."""
+    """The scheduler's half without vLLM's names. It offers and orders nothing before ``meet``."""
 
     def __init__(
         self,
@@ -158,8 +158,14 @@ class SchedulerHalf:
         with_adapter: Callable[[Adapter], Sequence[bytes]] | None = None,
         events: bool = False,
     ) -> None:
-        """``namespaces``: of the keys of each group; ``with_adapter``: those of requests with a LoRA adapter, None: no
-        such request is served. ``events``: whether somebody takes them.
+        """Make a half that has not met its workers.
+
+        Args:
+            terms: Settings of the tiers.
+            namespaces: Namespace of the keys of each group.
+            with_adapter: Returns the namespaces for requests with a LoRA adapter. None: their pages are
+                neither reused nor stored.
+            events: Whether a caller takes events.
         """
         self._events = Events() if events else None
         self.groups = terms.groups
@@ -187,7 +193,7 @@ class SchedulerHalf:
         )
 
     def meet(self, hellos: Sequence[Hello]) -> None:
-        """Process the workers' first messages. ConfigError unless they have opened the same."""
+        """Process the workers' first messages. ConfigError unless all workers opened the same sizes."""
         self._tiers = Tiers.of(self._terms, hellos, self._compute_rate, self._events)
         self._metrics = MetricsReader(self._tiers.counted)
 
@@ -195,14 +201,14 @@ class SchedulerHalf:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it needs to know what the engine holds of queued requests."""
+        """Whether ``arrived`` needs to know how many tokens of a queued request the engine holds."""
         return self._tiers is not None and self._tiers.disk_prefetch is not None
 
     def arrived(self, request: Request, local: int = 0) -> None:
-        """A request was queued, of which the engine holds the first ``local`` tokens now.
+        """Note that a request was queued, and that the engine holds its first ``local`` tokens now.
 
-        One whose id an aborted load still goes by is left alone: the end of that load would be taken for its own. vLLM
-        itself takes no such request.
+        A request with the id of an aborted load that is still in flight is ignored, because the end of that
+        load would count as the end of its own. vLLM does not accept such a request either.
         """
         tiers = self._tiers
         if tiers is None or tiers.loads.of(request.request_id):
@@ -212,7 +218,7 @@ class SchedulerHalf:
         if lora is not None:
             adapter = self._adapters.of(lora)
             if adapter is None or self._with_adapter is None:
-                return  # what it computes cannot be told: nothing of it is reused or stored
+                return  # its weights are unknown: none of its pages are reused or stored
             namespaces = tuple(self._with_adapter(adapter))
         chains, hints = self.groups.chains(request, namespaces), hints_of(request)
         known = RequestState(request, chains, collected=[0] * len(chains), hints=hints, adapter=adapter)
@@ -223,10 +229,10 @@ class SchedulerHalf:
             tiers.disk_prefetch.want(request.request_id, *tiers.hits.wanted(known, local), hints)
 
     def offer(self, request: Request, computed: int) -> int | None:
-        """Tokens that can be loaded beyond ``computed``, whole blocks, at least one token left to compute.
+        """Return how many tokens beyond ``computed`` can be loaded, in whole blocks and leaving at least one.
 
-        A promise that can be broken: what is gone by then is reported as failed. None: ask again, pages come up from
-        disk; for ``put_off_s`` in all.
+        None means that vLLM should ask again, because pages are being read from disk; for at most
+        ``put_off_s``. Pages that are evicted before they are loaded are reported as failed.
         """
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or computed % self.groups.unit:
@@ -243,13 +249,13 @@ class SchedulerHalf:
         return {} if known is None or known.taken is None else known.taken.up_to(tokens).sources
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """Note that vLLM accepted the offer: ``tokens`` of it are to be loaded into the request's blocks, by group."""
+        """Load ``tokens`` tokens of the accepted offer into the request's blocks, ``tables`` by group."""
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or known.lookup is None or not tokens:
             return
         start = known.lookup.computed
         pages = pages_to_load(self.groups, known.chains, tables, start, start + tokens)
-        # Where a chunk ends nothing before it is needed: no page, and vLLM waits to hear of a load all the same.
+        # At the end of a chunk no page before it is needed. vLLM waits for the result of a load all the same.
         starts, keys, blocks = zip(*pages, strict=True) if pages else ((), (), ())
         tiers.loads.want(request.request_id, keys, blocks, starts)
         known.taken, known.lookup = known.lookup.hit, None
@@ -257,9 +263,11 @@ class SchedulerHalf:
             tiers.disk_prefetch.over(request.request_id)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
-        """The request has ended or was aborted with so many tokens computed in these blocks, by group, which are
-        stored before they are reused. Loads into its blocks go on, and are told of when they end. While it waits with
-        an offer that was not taken, vLLM may count that as computed, and nothing of it is there.
+        """Note that the request ended or was aborted, with ``computed`` tokens in the blocks of ``tables``.
+
+        Full blocks are stored before they are reused. Loads into its blocks go on, and are reported when they
+        end. If the request waits with an offer that vLLM has not taken, nothing is stored: vLLM may count the
+        offered tokens as computed although they are not in its blocks.
         """
         tiers, known = self._tiers, self._known.get(request_id)
         if tiers is None or known is None:
@@ -285,7 +293,7 @@ class SchedulerHalf:
         if steps:
             self._moved = monotonic()
         else:
-            tiers.take_back()  # timed spills go on, though no worker has anything to report
+            tiers.take_back()  # timed spills go on, although no worker sends a report
         fence = stores.reused(block for step in steps for block in step.fresh)
         stores.reused(loads.fresh_blocks())  # these loads wait until nothing reads their blocks
         loads.start(stores.busy, idle=not steps)
@@ -326,7 +334,7 @@ class SchedulerHalf:
 
     @property
     def pending(self) -> bool:
-        """Whether steps are needed although no request asks for one."""
+        """Whether the engine should keep stepping without a request."""
         if self._tiers is None or monotonic() - self._moved > _QUIET_S:
             return False
         return self._tiers.moving
@@ -334,9 +342,9 @@ class SchedulerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Stop offering what is stored so far: the weights have changed, or a user wants it gone.
+        """Forget all pages stored so far, because the weights have changed or a user asked for it.
 
-        An offer that vLLM may still accept is remembered: it then waits for the load and is told that it failed.
+        If vLLM still accepts an earlier offer, it waits for the load, which is reported as failed.
         """
         if self._tiers is None:
             return
@@ -346,7 +354,7 @@ class SchedulerHalf:
                 known.lookup.stale = True
 
     def take_events(self) -> list[Change]:
-        """Return what came to tiers and left them since the last call; nothing if nobody asked for it."""
+        """Return the pages that tiers gained and lost since the last call; empty if events are off."""
         if self._events is None:
             return []
         if self._tiers is not None:
@@ -355,7 +363,7 @@ class SchedulerHalf:
 
     @property
     def at_rest(self) -> bool:
-        """Return whether no copy out of or into the engine's blocks is in flight or ordered, as far as reported."""
+        """Return whether every ordered copy out of or into the engine's blocks was reported as ended."""
         tiers = self._tiers
         return tiers is None or not (tiers.stores.busy or tiers.loads.into)
 
@@ -365,15 +373,15 @@ class SchedulerHalf:
             self._tiers.check()
 
     def stats(self) -> dict[str, object]:
-        """Return the same as ``TierStore.stats``; empty before the workers' first messages."""
+        """Return ``TierStore.stats``; an empty mapping before the workers' first messages."""
         return {} if self._tiers is None else self._tiers.store.stats()
 
     def figures(self) -> dict[str, dict[str, float]] | None:
-        """Return what was counted since the last call, at most once a second."""
+        """Return the metrics since the last call; None if nothing is new or it was less than a second ago."""
         return None if self._metrics is None else self._metrics.take()
 
     def close(self) -> None:
-        """Close this half. What only host memory holds is lost with the workers."""
+        """Close this half. Pages that only host memory holds are lost with the workers."""
         if self._tiers is not None:
             self._tiers.store.close(timeout_s=0)
 
@@ -392,14 +400,14 @@ class SchedulerHalf:
                 self._adapters.runs(known.adapter)
 
     def _is_of_its_adapter(self, known: RequestState, *, look: bool = False) -> bool:
-        """Return whether the request computes what its keys say. ``look``: check the adapter's files, too."""
+        """Return whether the request's adapter is still the one in its keys. ``look``: check its files."""
         return known.adapter is None or self._adapters.holds(known.adapter, look=look)
 
     def _settle(self, tiers: Tiers) -> None:
-        """End loads. With one group of full attention, vLLM continues after what has arrived.
+        """End final loads. With one group of full attention, vLLM continues after the pages that arrived.
 
-        Otherwise it gives all blocks back but keeps them reserved for the request. A second load would need space
-        beside them, which a small pool never has, so the request is computed completely.
+        Otherwise vLLM gives all blocks back but keeps them reserved for the request. A second load would need
+        space for other blocks as well, which a small pool never has, so the request is computed completely.
         """
         for load in tiers.loads.settle():
             known = self._known.get(load.request_id)

@@ -1,8 +1,8 @@
-"""The half in a worker: the tiers' bytes and the engine's tensors. It does what the scheduler's half orders.
+"""The half in a worker: it holds the tiers' bytes and carries out the orders of the scheduler's half.
 
-Calls come from the worker's thread, once per step: ``begin``, ``go``, ``end``, ``report``. No decision is made here.
-``CommandQueue`` passes commands to the mover, some only once the engine has reached a point, and remembers what is
-open.
+Calls come from the worker's thread, once per step: ``begin``, ``go``, ``end``, ``report``. This half decides
+nothing. ``CommandQueue`` passes commands to the mover, some only after an event of the engine, and keeps
+account of those that have not ended.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _POLL_S = 0.001
 class CommandQueue:
     """The commands of one mover and their acks. Thread-safe.
 
-    If the device reports the end of a copy only when polled, a thread polls while something is in flight, because steps
-    of the engine may take long. Otherwise there is no thread.
+    If the device reports the end of a copy only when polled, a thread polls while a copy is in flight,
+    because steps of the engine may take long. Otherwise there is no thread.
     """
 
     def __init__(self, mover: Mover, wakeup: Wakeup) -> None:
@@ -60,7 +60,7 @@ class CommandQueue:
         self._thread: Thread | None = None
         self._closing = False
         self.faults = 0
-        """Unexpected errors of its thread; each was logged."""
+        """Number of unexpected errors of the thread. Each was logged."""
 
     def submit(self, command: Transfer | Erase, after: Event | None = None) -> None:
         """Start a command once ``after`` has happened. Waiting commands start in order. Never blocks."""
@@ -77,12 +77,12 @@ class CommandQueue:
                 self._watch()
 
     def advance(self) -> None:
-        """Start commands that may start, and process those that have ended."""
+        """Start the commands that may start now, and process the acks of those that have ended."""
         with self._turn:
             self._advance()
 
     def take(self) -> list[Ack]:
-        """Return what has ended since the last call."""
+        """Return the acks since the last call."""
         with self._turn:
             self._advance()
             acks, self._acks = self._acks, []
@@ -90,7 +90,7 @@ class CommandQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether something has not ended."""
+        """Whether a command has not ended."""
         return bool(self._open)
 
     @property
@@ -105,18 +105,18 @@ class CommandQueue:
             return any(t.src == Tier.HBM and not slots.isdisjoint(t.src_slots) for t in self._open.values())
 
     def pause(self, at_most_s: float) -> float:
-        """Return how long to sleep before ``advance`` may find something that wakes nobody."""
+        """Return the seconds until ``advance`` must be called for events that do not wake the thread."""
         return _POLL_S if self._queue or self._mover.polled else at_most_s
 
     def check(self) -> None:
-        """Raise AssertionError unless everything that waits is open."""
+        """Raise AssertionError unless every waiting command counts as not ended."""
         with self._turn:
             strange = [t.id for _, t in self._queue if t.id not in self._open]
         if strange:
             raise AssertionError(f"transfers {strange} wait to be started and are not open")
 
     def close(self, timeout_s: float) -> bool:
-        """Start nothing more, and end the mover. Returns whether all its threads ended in time."""
+        """Start no more commands, and close the mover. Returns whether all threads ended in time."""
         with self._turn:
             self._closing = True
             self._queue.clear()
@@ -159,7 +159,7 @@ _log = logging.getLogger("tierstore.adapters.vllm.working")
 
 _LOOK_S = 0.05
 _IDLE_S = 0.002
-"""How long an engine that has nothing to compute waits in each step for a copy or a read to end.
+"""Longest wait for the end of a copy or a read in a step that computes nothing.
 
 Without the wait, its loop would take the processor, and within one process Python's lock, from the threads that copy
 and read.
@@ -170,16 +170,17 @@ _REST_S = 30.0
 
 
 class WorkerHalf:
-    """The opened tiers of one rank, and the engine's tensors there."""
+    """The opened tiers of one rank, and its tensors of the engine."""
 
     def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
         """Take over opened parts, whose threads call ``wakeup``. Use ``open``."""
-        # No TierStore: its directory would decide here what the scheduler's half decides. So this half assembles the
-        # tiers itself and drives the mover. From the directory it takes only what the disk held at open.
+        # No TierStore, whose directory would take decisions that belong to the scheduler's half. This half
+        # assembles the tiers itself and drives the mover. From the directory it takes only the records that
+        # the disk held at open.
         assert parts.arena is not None
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (kv_layout.pages,))
-        # A request waits for all of its pages: none is cut by layers.
+        # A request waits for all of its pages, so no load is split by layers.
         copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
         assert isinstance(parts.mover, LocalMover)
         parts.mover.attach(copies)
@@ -188,7 +189,7 @@ class WorkerHalf:
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
         self._commands = CommandQueue(parts.mover, wakeup)
-        self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route stay as they are now
+        self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route stay as they are
         self._stalled_steps = 0
         self._reported = self.health()
         self._later: list[Transfer | Erase] = []
@@ -214,7 +215,7 @@ class WorkerHalf:
         """Open the tiers. ConfigError as for ``TierStore.open``, with nothing changed."""
         wakeup = Wakeup()
         half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
-        if config.nvme is not None and not config.nvme.read_only:  # to ask the disk is to write to it
+        if config.nvme is not None and not config.nvme.read_only:  # the measurement writes to the disk
             half.hello = replace(
                 half.hello, read_rate=_read_rate(config.nvme.path, kv_layout.spec.page_nbytes)
             )
@@ -244,16 +245,16 @@ class WorkerHalf:
         self._submit(commands)
 
     def end(self) -> None:
-        """Start copies of what the launched forward pass writes, once it is done."""
+        """Queue copies of the blocks that the launched forward pass writes. They start when it has ended."""
         self.go()
         self._launched = self._last_use(None) if self._later else None
         commands, self._later = self._later, []
         self._submit(commands)
 
     def report(self) -> Report | None:
-        """Return what has ended since the last report, and the rank's health if it has changed; None if neither.
+        """Return the acks since the last report, and the rank's health if it has changed. None if neither.
 
-        In a step that computes nothing it waits a moment until something has ended.
+        In a step that computes nothing, first waits a moment for a command to end.
         """
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
@@ -264,13 +265,13 @@ class WorkerHalf:
             self._wakeup.wait(seen, deadline, self._commands.pause(self.idle_s))
 
     def empty_report(self) -> Report:
-        """Return a report that nothing has ended."""
+        """Return a report without acks."""
         return Report({self._rank: ()})
 
     def rest(self) -> bool:
         """Wait up to 30 s until all copies out of and into the engine's tensors have ended. Returns whether they have.
 
-        Their memory may be freed afterwards.
+        If they have, the memory of the tensors may be freed.
         """
         self.end()
         deadline = monotonic() + self.rest_s
@@ -286,11 +287,11 @@ class WorkerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError unless everything ordered is in flight or reported."""
+        """Raise AssertionError unless every ordered command is in flight or was reported."""
         self._commands.check()
 
     def health(self) -> RankHealth:
-        """Return what this rank has now of the memory, routes and disk that it asked for."""
+        """Return the memory, routes and disk that this rank has now, compared with its configuration."""
         return replace(
             self._opened,
             pin_nbytes=self._arena.pin_nbytes,
@@ -311,7 +312,7 @@ class WorkerHalf:
         }
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """End copies and tiers. Writes to disk in flight are completed; what only host memory holds is lost."""
+        """End copies and close the tiers. Completes disk writes in flight; host memory's pages are lost."""
         if not self._commands.close(timeout_s):
             _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
         else:
@@ -327,7 +328,7 @@ class WorkerHalf:
         return Report({self._rank: acks}, health={self._rank: found})
 
     def _submit(self, commands: Commands) -> None:
-        """Submit commands in order. Those that use the engine's blocks wait for what was launched before."""
+        """Submit commands in order. Those that use the engine's blocks wait for kernels launched before."""
         for command in commands:
             own = self._own(command)
             of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
@@ -347,7 +348,7 @@ class WorkerHalf:
                 _log.warning("copies out of reused blocks have not ended in %.0f s", warned - start)
 
     def _own(self, command: Transfer | Erase) -> Transfer | Erase:
-        """The same for this rank's shard of the pages."""
+        """Return the same command for this rank's shard of the pages."""
         if self._shard == b"\0\0":
             return command
         keys = tuple(PageKey(key[:-2] + self._shard) for key in command.keys)
@@ -367,7 +368,7 @@ def _read_rate(directory: Path, page_nbytes: int) -> float | None:
 
 
 def _records(residency: Residency, tier: Tier) -> Iterator[Record]:
-    """Return what the tier holds, under the keys that all ranks share."""
+    """Yield the records of the tier, under the keys that all ranks share."""
     for key, copy in residency.tables[tier].copies.items():
         parent = residency.lineage.parent(key)
         yield _shared(key), None if parent is None else _shared(parent), copy.nbytes
