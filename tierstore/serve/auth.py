@@ -34,10 +34,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Tenants:
-    """Tenants by their keys. Without any, everyone is the same tenant. Immutable and thread-safe."""
+    """Tenants by their keys. Without keys, all clients are one tenant. Immutable and thread-safe."""
 
     def __init__(self, tenants: Mapping[str, list[str]] | None = None) -> None:
-        """``tenants`` has the digests of keys by name; None asks for no keys. ConfigError if it is invalid."""
+        """``tenants`` has the digests of keys by name; with None, no key is needed. Raises ConfigError."""
         self._names = {} if tenants is None else _names(tenants)
         self.open = tenants is None
 
@@ -104,7 +104,7 @@ def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
 log = logging.getLogger("tierstore.serve")
 
 MAX_BODY = 16 << 20
-"""Bytes of a request: about four million tokens, more than models read."""
+"""Most bytes of a request: about four million tokens, more than models can read."""
 
 
 class Gate:
@@ -161,7 +161,7 @@ class Gate:
         return f"the body must be at most {self._max_body} bytes"
 
     def _counted(self, receive: Receive) -> Receive:
-        """Limit a body that does not announce its length."""
+        """Return a ``receive`` that limits a body without an announced length."""
         got = 0
 
         async def counted() -> Message:
@@ -178,7 +178,7 @@ class Gate:
 class Hosts:
     """Middleware that accepts only requests for these host names; ``*`` accepts any.
 
-    Starlette's own answer to others is not JSON and does not list the names.
+    Starlette's own middleware answers other requests without JSON and without the list of names.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:

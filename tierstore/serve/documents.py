@@ -1,4 +1,4 @@
-"""The texts of documents by tenant, and how they are read into the store.
+"""The texts of documents by tenant, and the state of their reading into the store.
 
 Texts are kept in memory, and in a folder if they are to survive a restart. The model reads each document once;
 after a restart the store finds its pages again.
@@ -65,7 +65,7 @@ class Library:
             ConfigError: The folder cannot be read or created.
         """
         self._folder = folder
-        # Held while the disk works. Readers do without: they read the dict as it is.
+        # Held during disk I/O. Methods that only look up documents read the dict without it.
         self._writing = Lock()
         self._documents: dict[tuple[str, str], Document] = {}
         if folder is None:
@@ -86,7 +86,7 @@ class Library:
                 self._documents[document.tenant, document.id] = document
 
     def add(self, document: Document) -> Document:
-        """Store a document and return it. A document that exists keeps its name. After an OSError nothing is stored."""
+        """Store a document and return it. An existing document keeps its name. OSError: nothing is stored."""
         with self._writing:
             place = (document.tenant, document.id)
             if place not in self._documents:
@@ -100,18 +100,18 @@ class Library:
         return self._documents.get((tenant, id))
 
     def all(self, tenant: str | None = None) -> list[Document]:
-        """Return the documents of a tenant, or of all tenants, by name."""
+        """Return the documents of a tenant, or of all tenants, sorted by name."""
         found = [d for d in list(self._documents.values()) if tenant in (None, d.tenant)]
         return sorted(found, key=lambda document: (document.name, document.id))
 
     def remove(self, document: Document) -> None:
-        """Remove a document, on disk too. After an OSError it is still there."""
+        """Remove a document, also from the disk. After an OSError it still exists."""
         with self.removing(document):
             pass
 
     @contextmanager
     def removing(self, document: Document) -> Iterator[None]:
-        """Remove a document at once, and its file when the context ends. An error restores the document."""
+        """Remove a document at once, and its file at the end of the context. An error restores it."""
         place = (document.tenant, document.id)
         found = self._documents.pop(place, None)
         try:
@@ -171,15 +171,15 @@ def _read(file: Path) -> Document | None:
 
 
 State = Literal["waiting", "reading", "ready", "failed"]
-"""``waiting``: for its turn, or until someone asks; ``ready``: the store had all of it."""
+"""``waiting``: queued, or not read until a question is asked. ``ready``: all pages were in the store."""
 
 
 class NotErasedError(Exception):
-    """Pages of a document could not be erased from the disk: a restart could bring them back."""
+    """Pages of a document could not be erased from the disk, so a restart could bring them back."""
 
 
 class Reading:
-    """How much of a document is in the store. The engine calls ``tell``; everything else is thread-safe."""
+    """Tokens of a document and state of its reading. The engine calls ``tell``; the rest is thread-safe."""
 
     def __init__(self, tokens: Sequence[int], keys: Sequence[PageKey]) -> None:
         self.tokens = array("I", tokens)  # 4 bytes per token, where a list takes 36
@@ -201,7 +201,7 @@ class Reading:
         try:
             self._ticket = engine.submit(Ask(prompt=tuple(self.tokens), max_tokens=0, salt=salt), self.tell)
         except BaseException:
-            self._end()  # someone may be waiting for it already
+            self._end()  # a caller may be waiting for it already
             raise
 
     def tell(self, event: Event) -> None:
@@ -217,18 +217,18 @@ class Reading:
                 self._end()
 
     def is_ready(self) -> None:
-        """Note that all of it is in the store, whoever read it."""
+        """Note that all of the document is in the store, for example because a question had it read."""
         self.state, self.read, self.why = "ready", len(self.tokens), None
 
     def cancel(self) -> None:
-        """Stop reading. When this returns, no page of it is on its way into the store. Idempotent."""
+        """Stop reading. When this returns, no page of it is being put into the store any more. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket.wait()
         self._end()
 
     async def ended(self) -> None:
-        """Wait until the engine is done with it, in whatever way. Returns at once if the engine does not have it."""
+        """Wait until the engine has read it, has failed or was stopped. Returns at once if it has not begun."""
         if self._ended is not None:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
@@ -242,10 +242,10 @@ class Question(Protocol):
     """A question about a document that the engine is answering."""
 
     def withdraw(self) -> None:
-        """End it with an error soon."""
+        """Make the question end with an error soon."""
 
     def wait(self) -> None:
-        """Wait until no page of it is on its way into the store."""
+        """Wait until no page of it is being put into the store any more."""
 
 
 class Readings:
@@ -253,7 +253,7 @@ class Readings:
 
     def __init__(self, library: Library, reader: Reader, engine: Engine, store: TierStore) -> None:
         self._library, self._reader, self._engine, self._store = library, reader, engine, store
-        # Serialises adding and removing documents. Readers take the dict as it is.
+        # Serializes adding and removing documents. Methods that only look up read the dict without it.
         self._changing = Lock()
         self._known: dict[tuple[str, str], Reading] = {}
         self._questions: dict[tuple[str, str], WeakSet[Question]] = {}
@@ -261,7 +261,7 @@ class Readings:
         self._closing = Flag()
 
     def add(self, tenant: str, name: str, text: str) -> tuple[Document, Reading]:
-        """Store a document and have it read, unless it is stored and its pages are there.
+        """Store a document and have the engine read it, unless it is stored and its pages are in the store.
 
         Raises what ``submit`` raises, and OSError if it cannot be stored; then nothing changes.
         """
@@ -298,13 +298,13 @@ class Readings:
         return known
 
     def known(self, document: Document) -> Reading | None:
-        """Return the reading of a document if no work is needed for that."""
+        """Return the reading of a document, or None if its text has not been tokenized."""
         return self._known.get((document.tenant, document.id))
 
     def look(self, reading: Reading) -> int:
         """Return how many leading pages of the document the store has now.
 
-        With all of them it becomes ready, for a question may have had it read.
+        If all pages are there, the reading becomes ready: a question may have had the document read.
         """
         stored = self._store.match(reading.keys).num_pages
         if stored == len(reading.keys) and not reading.under_way:
@@ -312,7 +312,7 @@ class Readings:
         return stored
 
     def remove(self, document: Document) -> None:
-        """Remove a document and evict its pages, except those that another document of the tenant begins with.
+        """Remove a document and evict its pages, except those shared with the tenant's other documents.
 
         Returns once no restart can bring the pages back.
 
@@ -334,7 +334,7 @@ class Readings:
                     )
 
     def asked(self, document: Document, reading: Reading, question: Question) -> None:
-        """Register a question that the engine took. It ends when its document is removed, whichever comes first."""
+        """Register a question that the engine took, so that it ends if the document is or was removed."""
         with self._asking:
             self._questions.setdefault((document.tenant, document.id), WeakSet()).add(question)
         if self._library.get(document.tenant, document.id) is None:
@@ -354,7 +354,7 @@ class Readings:
         self._store.evict([key for key in reading.keys if key not in shared])
 
     def recall(self) -> None:
-        """Find what the store has of every document after a restart.
+        """Find out which pages of every document the store has after a restart.
 
         Runs in a thread of its own and ends at ``close``.
         """

@@ -51,7 +51,7 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that waits or runs. ``pages`` is the most HBM slots that it may need at once.
+    """A request that waits or runs. ``pages`` is the largest number of HBM slots that it may need at once.
 
     ``ended`` is set once the engine holds nothing of it any more.
     """
@@ -122,17 +122,17 @@ class Coming:
     """
 
     def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
-        """Start bringing the pages up, without waiting."""
+        """Start to load the pages from disk, without waiting."""
         on_disk = any(not store.tiers[tier].in_memory for tier in set(store.match(keys).tiers))
         self._lease: Lease | None = store.acquire(keys) if on_disk else None
 
     @property
     def here(self) -> bool:
-        """Return whether every page that will come has come. Missing pages are recomputed."""
+        """Return whether every page that can be loaded has arrived. Missing pages are recomputed."""
         return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
 
     def origins(self, page_size: int) -> Counter[Tier]:
-        """Return the tokens in the pages that came, by the tier in which they were found."""
+        """Return the number of tokens in the pages that arrived, by the tier in which they were found."""
         found = Counter(self._lease.tiers) if self._lease is not None else Counter[Tier]()
         return Counter({tier: count * page_size for tier, count in found.items()})
 
@@ -145,7 +145,7 @@ class Coming:
 
 
 _ROOM_S = 0.1
-"""Seconds that a request waits for HBM pages that are being saved. All other answers wait as long."""
+"""Seconds that a request waits for HBM pages that are being saved. All other answers wait meanwhile."""
 
 
 class Running:
@@ -162,7 +162,7 @@ class Running:
         asked_at: float,
         chunk: int,
     ) -> None:
-        """Start bringing the stored prefix up. ``asked_at`` is on the clock of ``monotonic``."""
+        """Start to load the stored prefix. ``asked_at`` is on the clock of ``monotonic``."""
         self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
@@ -178,7 +178,7 @@ class Running:
 
     @property
     def waits(self) -> bool:
-        """Return whether a step would have nothing to do: the pages are still coming from disk."""
+        """Return whether a step has nothing to do yet, because pages are being read from disk."""
         return self._cache is None and not self._coming.here
 
     def step(self) -> Usage | None:
@@ -198,7 +198,7 @@ class Running:
             self._cache.close()
 
     def _open(self) -> TierStoreCache:
-        """Open a cache over the pages that came and what host memory and HBM hold of the rest."""
+        """Open a cache over the pages that arrived from disk and those that host memory and HBM hold."""
         model = self._reader.model
         # Through numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
@@ -228,7 +228,7 @@ class Running:
         return self._done("length")
 
     def _go_on(self, part: list[int]) -> Usage | None:
-        """Choose the next token after these."""
+        """Feed these tokens and choose the next one."""
         token = self._sampler.choose(self._forward(part))
         if self._first_at is None:
             self._first_at = monotonic()
@@ -267,11 +267,11 @@ class Running:
 
 
 _LOOK_S = 0.002
-"""Seconds between looks for pages from disk while nothing is computed."""
+"""Seconds between checks for pages from disk while nothing is computed."""
 _LAST_STEP_S = 30.0
 """Longest time to wait for a step to end."""
 _SPARE = 1
-"""Pages that a request needs beyond its tokens: a copy of the page that its prompt leaves half filled."""
+"""Pages that a request needs in addition to its tokens' pages: the copy of a half-matching page."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
@@ -293,16 +293,17 @@ class Ticket:
         self._wake()
 
     def wait(self, timeout_s: float = _LAST_STEP_S) -> bool:
-        """Wait until the engine is done with the request and puts no more pages. Returns False after a timeout."""
+        """Wait until the request has ended and the engine puts no more pages of it. False after a timeout."""
         return self._ended.wait(timeout_s)
 
 
 class Engine:
     """Answers requests with one model over one store.
 
-    Requests start in the order in which they came, at most ``max_active`` at a time, once HBM has room for all that
-    they may need, so none gets stuck half way. A step is a chunk of one prompt or a token of one answer, in turn: a
-    long prompt does not stop the other answers. An attached prefetcher is told about waiting requests.
+    Requests start in the order in which they came, at most ``max_active`` at a time, once HBM has space for
+    all pages that they may need, so none gets stuck half way. A step is a chunk of one prompt or a token of
+    one answer, in turn: a long prompt does not stop the other answers. An attached prefetcher is told about
+    waiting requests.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Engine:
         # Guarded by the condition: new requests, and whether more may come.
         self._arrived: list[Asked] = []
         self._closing = False
-        # Used by the thread alone; others only read their lengths.
+        # Used by the engine's thread only; other threads only read their lengths.
         self._line = Line(store)
         self._active: list[tuple[Asked, Running]] = []
         self.figures = Figures(lambda: len(self._active), lambda: len(self._line) + len(self._arrived))
@@ -344,7 +345,7 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens of a prompt and its answer together: the model's limit or HBM's."""
+        """Return the most tokens that a prompt and its answer may have: the limit of the model or of HBM."""
         return min(self._reader.max_tokens, (self._slots - _SPARE) * self._page_size)
 
     def submit(self, ask: Ask, tell: Callable[[Event], None]) -> Ticket:
@@ -429,7 +430,7 @@ class Engine:
             self._end_all()
 
     def _await_work(self) -> bool:
-        """Take in new requests, waiting for one if there is nothing to do. Returns False once the engine is closed."""
+        """Take new requests; wait for one if there is no work. Returns False once the engine is closed."""
         with self._changed:
             while not (self._closing or self._arrived or self._active or len(self._line)):
                 self._changed.wait()

@@ -32,7 +32,7 @@ _HERE = "\ue000"
 """Placeholder for the question. A private-use character, which no text has a use for."""
 _APART = "\n\n"
 _ANSWER = "\nAnswer:"
-"""Asks a model without a chat template for an answer."""
+"""Ends the prompt of a model without a chat template, to ask for an answer."""
 
 
 class Reader:
@@ -50,7 +50,7 @@ class Reader:
         self.tokenizer = tokenizer
         self._lock = Lock()  # a fast tokenizer is one shared object that remembers settings of its last call
         self._plain: Tokenizer = deepcopy(tokenizer.backend_tokenizer)
-        self._plain.encode_special_tokens = True  # as the characters of which they consist
+        self._plain.encode_special_tokens = True  # special tokens in a text are encoded as plain characters
 
     @classmethod
     def load(cls, folder: Path, device: str, dtype: Dtype = "auto", name: str | None = None) -> Self:
@@ -80,7 +80,7 @@ class Reader:
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens; they are 0 to one less."""
+        """Return the number of tokens, whose ids begin at 0."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -115,7 +115,7 @@ class Reader:
         return self._literally(question) + after
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """Return what comes before a user's message and after it."""
+        """Return the tokens before a user's message and those after it."""
         if not self.tokenizer.chat_template:
             begins = [
                 token for token in self._tokens("", special=True)[:1] if token == self.tokenizer.bos_token_id

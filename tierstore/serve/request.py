@@ -1,4 +1,4 @@
-"""What the engine is asked, and the events with which it answers: plain values."""
+"""Requests to the engine, and the events with which it answers: plain values."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
-"""``stop``: the model ended the answer, or a stop string came; ``length``: it has ``max_tokens``."""
+"""``stop``: the model ended the answer, or a stop string came. ``length``: the answer has ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 takes the likeliest token, ``top_k`` 0 considers all tokens.
+    """Settings for choosing tokens. ``temperature`` 0 takes the likeliest, ``top_k`` 0 considers all tokens.
 
     With a ``seed``, the same request over the same K/V gives the same tokens.
     """
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What one request used. ``reused`` has the prompt's tokens that were not computed, by the name of their tier.
+    """Tokens and times of one request. ``reused`` has the number of reused prompt tokens, by tier name.
 
     In seconds: ``waited_s`` until it started, ``ttft_s`` until its first token (until the end of the prompt without
     one), ``total_s`` until its end.
@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """This many tokens of the prompt are done, reused or computed."""
+    """Progress of the prompt: the number of its tokens that were reused or computed."""
 
     tokens: int
 
@@ -90,7 +90,7 @@ Event = Read | Piece | Done | Failed
 
 
 class RefusedError(ValueError):
-    """The request can never be served here: too long for the model or for HBM, or without tokens. Names the sizes."""
+    """The request can never be served here: it has no tokens, or too many for the model or HBM."""
 
 
 class BusyError(RuntimeError):

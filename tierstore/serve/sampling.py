@@ -54,7 +54,7 @@ class Sampler:
 _CONTEXT = 8
 """Tokens of the prompt before the first one of the answer: whether it begins with a space depends on them."""
 _NO_CHARACTER = "\ufffd"
-"""What incomplete or invalid bytes are decoded to."""
+"""The character to which incomplete or invalid bytes are decoded."""
 
 
 class Spelling:
@@ -71,7 +71,7 @@ class Spelling:
         self._stop = tuple(word for word in stop if word)
         self._held = ""
         self.stopped = False
-        """Whether a stop string came: nothing follows."""
+        """Whether a stop string came. No more text follows it."""
 
     def add(self, token: int) -> str:
         """Add a token and return the characters that are certain now.
@@ -101,7 +101,7 @@ class Spelling:
         return text[_alike(before, text) :]
 
     def end(self) -> str:
-        """Return what was held back, as no stop string followed. Incomplete characters are dropped."""
+        """Return the text that was held back. Incomplete characters are dropped."""
         text, self._held = self._held, ""
         return text
 
