@@ -1,3 +1,3 @@
-"""Benchmarks: each prints what it measured against a goal or against a ceiling measured in the same process."""
+"""Benchmarks. Each prints figures compared with a goal or with a ceiling measured in the same process."""
 
 from __future__ import annotations

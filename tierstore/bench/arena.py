@@ -1,4 +1,4 @@
-"""How soon page-locked host memory can be used: the store's arena compared with torch."""
+"""The time until page-locked host memory can be used: the store's arena compared with torch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def default_nbytes() -> int:
 
 
 def arena_rows(device: str, nbytes: int) -> list[Row]:
-    """Measure the seconds until the first GiB and all of it can be used, and how long torch takes for as much.
+    """Measure the seconds until the first GiB and all of an arena can be used, and those that torch takes.
 
-    A virtual machine may get its memory only when it is first touched: this is done once before, and reported
-    apart. On the CPU, memory is only touched and torch is not measured.
+    A virtual machine may get its memory only when the memory is first touched. This is done once before and
+    reported separately. On the CPU, memory is only touched and torch is not measured.
     """
     require_device(device)
     locks: Pinner = NoPinner() if device == "cpu" else pinner(device)

@@ -1,8 +1,8 @@
 """Attention over scattered pages compared with torch's own over contiguous K and V, on the same device.
 
-Decoding is one CUDA graph over all layers, each with pages and tensors of its own; the figure is bandwidth. New
-tokens over a long prefix run layer by layer. The ceiling is the fastest of torch's kernels, which is named. For it,
-gathering the pages is not counted; for ours, everything is.
+Decoding is one CUDA graph over all layers, each with pages and tensors of its own; the figure is bandwidth.
+New tokens over a long prefix run layer by layer. The ceiling is the fastest of torch's kernels, which is
+named. Its time does not include gathering the pages; ours includes everything.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Act = Callable[[torch.Tensor, torch.Tensor], object]
-    """Of queries ``[queries, heads, dim]`` and planes ``[2, batch, heads, tokens, dim]``."""
+    """Called with queries ``[queries, heads, dim]`` and planes ``[2, batch, heads, tokens, dim]``."""
 
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""The memory-efficient kernel does not support heads that share K and V."""
+"""Without the memory-efficient kernel, which does not support heads that share K and V."""
 
 
 def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
@@ -63,7 +63,8 @@ def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dic
 def fillers(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
     """Return the kernels that support the last tokens' queries of one sequence, causally.
 
-    cuDNN has no such mask: it gets the earlier and the new tokens apart, and its two results are not merged.
+    cuDNN has no such mask: it gets the earlier and the new tokens separately, and its two results are not
+    merged.
     """
     scale = float(q.shape[2]) ** -0.5
 
@@ -101,9 +102,9 @@ def _willing(acts: dict[str, Act], q: torch.Tensor, planes: torch.Tensor) -> dic
 
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""Those of an 8B model."""
+"""Heads of an 8B model."""
 _CHECKED = 16
-"""Queries at each end of many that are compared with float64."""
+"""If there are many queries, this many at each end are compared with float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +123,17 @@ class AttentionRow:
     queries: int
     layers: int
     ms: float
-    """Per layer."""
+    """Time per layer."""
     ceiling_ms: float
     ratio: float
     tbps: float
-    """K and V, read once."""
+    """Bandwidth, with K and V counted once."""
     tflops: float
     rel_error: float
     backend: str
     ceiling: str
     ceilings_ms: Mapping[str, float]
-    """Of each kernel that supports the shape, per layer."""
+    """Time per layer of each of torch's kernels that supports the shape."""
     memory_layers: float
 
     def plain(self) -> dict[str, object]:
@@ -144,7 +145,7 @@ class Pool:
     """Random pages of an 8B model as the store holds them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
 
     def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
-        """Allocate pages for so many tokens. ConfigError unless they fit twice: scattered and contiguous."""
+        """Allocate pages for ``tokens`` tokens. ConfigError unless they fit twice (scattered, contiguous)."""
         self.device = device_of(device)
         self.page_size, self.layers = page_size, layers
         shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
@@ -161,19 +162,19 @@ class Pool:
             self.pages[first : first + 64].normal_()
 
     def scattered(self, batch: int, tokens: int) -> NDArray[np.int64]:
-        """Return the pages of ``batch`` sequences of so many tokens, one sequence after another."""
+        """Return the pages of ``batch`` sequences of ``tokens`` tokens each, one sequence after another."""
         number = batch * -(-tokens // self.page_size)
         return np.random.default_rng(number).permutation(len(self.pages))[:number]
 
     def whole(self, slots: NDArray[np.int64], batch: int, tokens: int, layer: int) -> torch.Tensor:
-        """Return their contiguous K and V, ``[2, batch, heads, tokens, dim]``."""
+        """Return the K and V of these pages contiguously, ``[2, batch, heads, tokens, dim]``."""
         found = self.pages[torch.from_numpy(slots).to(self.device), layer]
         _, planes, size, heads, dim = found.shape
         found = found.view(batch, -1, planes, size, heads, dim).permute(2, 0, 4, 1, 3, 5)
         return found.reshape(planes, batch, heads, -1, dim)[:, :, :, :tokens].contiguous()
 
     def layer_nbytes(self, tokens: int) -> int:
-        """Return the bytes of one layer of so many tokens."""
+        """Return the bytes of one layer of ``tokens`` tokens."""
         return 2 * tokens * KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
 
 

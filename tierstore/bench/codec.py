@@ -34,7 +34,7 @@ _ROUNDS = 7
 
 
 class Rate(NamedTuple):
-    """MB/s of page bytes: elapsed, over all threads, and by a thread's own CPU time."""
+    """MB/s of page bytes: of all threads by elapsed time, and of a thread by its own CPU time."""
 
     elapsed: float
     core: float

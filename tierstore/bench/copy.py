@@ -1,4 +1,4 @@
-"""How fast pages move between HBM and page-locked host memory, plain and encoded.
+"""Throughput of page copies between HBM and page-locked host memory, plain and encoded.
 
 Pages lie at random places on both sides. Every figure is the median of pairs of one contiguous and one scattered
 copy, so that the ceiling is measured at the same time. Encoded pages have the shape of an 8B model, are copied as
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 _DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
 _COMPARED_NBYTES = 256 << 20
-"""Bytes per piece of a comparison."""
+"""Bytes that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One figure. Rates in 10^9 bytes/s; ``ratio`` is the median of ratios, not the ratio of medians."""
+    """One figure. Rates are in 10^9 bytes/s; ``ratio`` is the median of ratios, not the ratio of medians."""
 
     direction: Direction
     piece_bytes: int
@@ -49,7 +49,7 @@ class CopyRow:
     ratio: float
     path: str
     submit_ms: float
-    """Until the last call returned; the copies go on."""
+    """Time until the last call returned, while copies are still in flight."""
 
     def plain(self) -> dict[str, object]:
         """Return the row for JSON."""
@@ -77,7 +77,7 @@ class _Plan:
 
 
 def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Return the memory that ``copy_rows`` and its ceiling take if the device is the CPU, checks included."""
+    """Return the bytes that ``copy_rows`` and its ceiling need if the device is the CPU, with checks."""
     if device != "cpu":
         return batch_nbytes + 2 * contiguous_nbytes
     return 4 * (batch_nbytes + contiguous_nbytes) + 3 * min(batch_nbytes, _COMPARED_NBYTES)
@@ -129,7 +129,7 @@ def _fill(rig: Rig) -> None:
 
 
 def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
-    """Check that the pages of both sides are equal, and that those that went down are what the device had."""
+    """Raise RuntimeError unless both sides are equal and pages copied down equal those the device had."""
     here = torch.cat([rig.host_rows[part].to(rig.device) for part in rig.parts()])
     there, host = (torch.from_numpy(side).to(rig.device) for side in (plan.there, plan.host))
     step = max(1, _COMPARED_NBYTES // rig.page_nbytes)
@@ -144,10 +144,10 @@ def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
 
 
 TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
-"""Of an 8B model."""
+"""Bytes of K and V per token of an 8B model."""
 
 _COMPARED = 4
-"""Pages that the CPU encodes for comparison."""
+"""Number of pages that the CPU encodes for comparison."""
 
 _CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
@@ -321,7 +321,7 @@ def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLa
 def _by_cpu(
     codec: str, layout: PageLayout, page: torch.Tensor
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return payload and page as the CPU makes them."""
+    """Return the payload that the CPU encodes, and the page that it decodes."""
     encoder, decoder = codecs.encoder(codec, layout), codecs.decoder(codec, layout)
     assert encoder is not None
     assert decoder is not None

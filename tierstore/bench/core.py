@@ -1,4 +1,4 @@
-"""What the metadata core costs: its tables, calls of an open store, opening a catalogue, vLLM's scheduler.
+"""Cost of the metadata core: its tables, calls of an open store, opening a catalogue, vLLM's scheduler.
 
 Tables: time of a reserve and commit, memory of a resident page; without bytes and threads. Calls: match, acquire
 and release, and the longest hold of the lock. Catalogue: how long a store takes to open over a full one; its
@@ -315,7 +315,7 @@ _SPEC = PageSpec(
     num_layers=32, page_size=_BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
 )
 _SCHEDULED_TOKENS = 512
-"""Blocks that a step computes: 8,192 tokens."""
+"""Number of blocks that a step computes: 8,192 tokens."""
 _SCHEDULER_RUNS = 5
 _HIT_GOAL_US = 1.2
 _SETTLED_STEPS = 4

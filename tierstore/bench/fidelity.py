@@ -1,4 +1,4 @@
-"""What codecs cost and change: ratio, rates, numeric error, and how far a model's next tokens move.
+"""Cost and effect of codecs: ratio, rates, numeric error, and the change of next-token distributions.
 
 The first tokens of a text are read, their K and V are encoded and decoded, and the model reads the rest of the text
 on them. The distribution of each next token is compared with that over the exact K and V: mean Kullback-Leibler

@@ -37,7 +37,7 @@ Path = Literal["straight", "kernel", "slab"]
 ALIGNMENT = 4096
 _MOST_PAGES = 4096
 _TRANSFER_NBYTES = 64 << 20
-"""Bytes per transfer, but at least as many pages as the store takes."""
+"""Bytes per transfer, which has at least as many pages as one of the store's."""
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
 _POLL_S = 50e-6
@@ -78,7 +78,7 @@ class Ceiling:
     """Contiguous copies of ``nbytes`` between page-locked memory and the device, in one direction or both at once."""
 
     def __init__(self, name: str, nbytes: int) -> None:
-        """ConfigError if the device does not exist."""
+        """Raise ConfigError if the device does not exist."""
         self.device = device_of(name)
         on_card = self.device.type == "cuda"
         self.nbytes = nbytes
@@ -139,7 +139,7 @@ class Ends:
         return found
 
     def run(self, transfers: Sequence[Transfer]) -> tuple[float, float]:
-        """Return the seconds until all ended, and until all were submitted. RuntimeError if one failed."""
+        """Return the seconds until all ended, and until all were submitted. RuntimeError if one fails."""
         settle(self.device)
         start = perf_counter()
         for transfer in transfers:

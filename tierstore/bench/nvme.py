@@ -3,7 +3,7 @@
 Every run is paired with a raw one just before or after it, on new files. A contender stores all pages so that they
 survive a power failure, drops them from the page cache, and reads all of them back in an order that defeats
 read-ahead. One thread writes and ``readers`` threads read in every case. Stalls measure how late a thread runs that
-wants to run every millisecond: the effect of other threads' holds of Python's lock.
+should run every millisecond, because other threads hold Python's lock.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RawFile(Contender):
 
 
 class SmallPages(RawFile):
-    """The ceiling's file, from and into memory in 4 KiB pages, as most programs have it."""
+    """The ceiling's file with ordinary memory in 4 KiB pages, which most programs use."""
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._memory = tuple(small_pages(*load.pages.shape) for _ in range(2))
@@ -222,7 +222,7 @@ def _pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
-    """Return the pages that the tier writes between two syncs, for so many bytes of pages."""
+    """Return how many pages the tier writes between two syncs, in a run of ``nbytes`` bytes of pages."""
     by_kind = size_extents if payload == "extents" else size
     return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
 
@@ -282,7 +282,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRow:
-    """One contender, one operation, one page size. GB/s (powers of 1000), medians over the rounds.
+    """Rates of one contender, operation and page size in GB/s (powers of 1000), medians over the rounds.
 
     ``ratio`` is the median of paired ratios, ``spread`` their minimum and maximum. ``disk_per_byte`` is the bytes
     that the disk moved per byte of a page: far below 1 the page cache answered, far above 1 there was read-ahead; 0

@@ -1,12 +1,12 @@
-"""Compute while pages stream: how much of the copies it hides, and what they cost it.
+"""Compute while pages are copied: how much of the copies is hidden, and how much they slow computing down.
 
 A lease is restored from HOST layer group by layer group, and each layer is computed as soon as its bytes arrive:
 how much of the shorter of both is hidden? A kernel that only reads memory, and one that writes as much as it reads,
 run next to copies: how much slower do they get?
 
-What the link moves is also read from or written to HBM, so a kernel loses at least the link's share of HBM's
-bandwidth. A contiguous copy next to the kernel shows what the device itself loses; the rest is ours. Ratios are of
-adjacent runs, and the bytes are checked.
+Bytes that cross the link are also read from or written to HBM, so a kernel loses at least the link's share of
+HBM's bandwidth. A contiguous copy next to the kernel shows the loss of the device itself; the rest is ours.
+Ratios are of adjacent runs, and the bytes are checked.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _BLOCK_NBYTES = 1 << 30
 _TRIES = 3
 
 _HEADS_AND_LAYERS = 256
-"""Of an 8B model: 32 layers of 8 heads of 128, 128 KiB per token."""
+"""Heads times layers of an 8B model: 32 layers of 8 heads of 128, 128 KiB per token."""
 
 
 def pages_of(num_layers: int, page_size: int) -> PageSpec:
-    """Return pages of 128 KiB per token. ConfigError unless that can be divided into so many layers."""
+    """Return pages of 128 KiB per token. ConfigError unless ``num_layers`` divides that."""
     if _HEADS_AND_LAYERS % num_layers:
         raise ConfigError(f"--layers must be a power of two up to {_HEADS_AND_LAYERS}, got {num_layers}")
     return PageSpec(
@@ -64,9 +64,9 @@ class OverlapRow:
     """Medians of the rounds. ``overlap`` is the saved share of the shorter one, (compute + copy - both) / the shorter.
 
     ``wanted`` is the intended compute time as a multiple of the copy time. ``ideal`` is 1 - 1 / groups, as
-    computing begins with the first group. ``beside_ms`` is the same compute next to contiguous copies: what it
-    takes longer is lost by the device. ``reachable`` is the overlap of copies without losses, with compute of that
-    length.
+    computing begins with the first group. ``beside_ms`` is the same compute next to contiguous copies; the
+    extra time is the loss of the device. ``reachable`` is the overlap of copies without losses, with compute
+    of that length.
     """
 
     wanted: float
@@ -81,9 +81,9 @@ class OverlapRow:
     ideal: float
     reachable: float
     gbps: float
-    """Of the copies alone."""
+    """Rate of the copies alone."""
     first_layer_ms: float
-    """From the call of acquire until the first layer could be used, with an idle GPU."""
+    """Time from the call of ``acquire`` until the first layer could be used, with an idle GPU."""
 
     def plain(self) -> dict[str, object]:
         """Return the row for JSON."""
@@ -120,7 +120,7 @@ class _Compute:
 
 
 class Restore:
-    """A store with all pages in HOST, to be restored again and again."""
+    """A store with all pages in HOST, which can be restored repeatedly."""
 
     def __init__(self, store: TierStore, keys: list[PageKey], matrix: int) -> None:
         self._store = store
@@ -130,7 +130,7 @@ class Restore:
         self._pages = pages
         self._layers = pages.shape[1]
         self.nbytes = pages.nbytes
-        """Of all pages."""
+        """Bytes of all pages."""
         self.compute = _Compute(pages, matrix)
 
     def alone(self) -> float:
@@ -217,7 +217,7 @@ def host_nbytes(device: str, nbytes: int) -> int:
 def overlap_rows(
     device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int, wanted: Sequence[float]
 ) -> list[OverlapRow]:
-    """Restore pages of ``nbytes`` in all, with compute of so many times the copy time, a row each.
+    """Restore pages of ``nbytes`` in all. One row per compute time, a multiple of the copy time.
 
     ConfigError as from ``open``.
     """
@@ -313,7 +313,7 @@ class Load(Protocol):
     piece_nbytes: int
     nbytes: int
     twice: bool
-    """Whether both directions at once move ``nbytes`` each, and not together."""
+    """Whether with both directions at once each one moves ``nbytes``, instead of both together."""
 
     def prepare(self, direction: Direction) -> None:
         """Do what is not to be measured."""

@@ -48,14 +48,14 @@ class Ahead:
         self.brought = 0
         self.useful = 0
         self.late = 0
-        """Pages that were used before they had arrived."""
+        """Number of pages that were used before they had arrived."""
         self._memory = memory
         self._reads: deque[PageKey] = deque()
         self._loads: deque[PageKey] = deque()
         self._unused: set[PageKey] = set()
 
     def plan(self, wants: Sequence[Want], now: float) -> None:
-        """Copy for these requests from now on. Pages that they need are kept in HBM, and no others."""
+        """Copy for these requests from now on, and keep only the pages that they need in HBM."""
         memory, sizes = self._memory, self._memory.sizes
         machine = Machine(
             read_s=sizes.read_s,
@@ -148,7 +148,7 @@ class _Lru:
 
 
 class Memory:
-    """Where pages are. A computed page is in all tiers from then on: writing costs nothing here."""
+    """The tiers and the pages in them. A computed page is in all tiers at once: writes take no time."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -186,7 +186,7 @@ class Memory:
         return self.sizes.hbm - len(self.hbm)
 
     def make_room(self, pages: int) -> None:
-        """Drop the least recently used pages that are not in use, kept ones last."""
+        """Drop the least recently used pages that are not in use until ``pages`` fit. Kept pages go last."""
         missing = pages - self.free
         if missing <= 0:
             return
@@ -212,7 +212,7 @@ class Memory:
         self.pinned.update(keys)
 
     def unpin(self, keys: Iterable[PageKey]) -> None:
-        """End one pin each."""
+        """End one pin of each page."""
         for key in keys:
             self.pinned[key] -= 1
             if not self.pinned[key]:
@@ -228,7 +228,7 @@ class Memory:
 
 
 class Sessions:
-    """Which requests continue which, judged by their pages alone, and when the next turn is expected."""
+    """Groups requests into sessions by their pages alone, and predicts when the next turn arrives."""
 
     def __init__(self) -> None:
         self._last: dict[PageKey, int] = {}
@@ -260,7 +260,7 @@ Policy = Literal["none", "on-lookup", "ours", "oracle"]
 POLICIES: tuple[Policy, ...] = ("none", "on-lookup", "ours", "oracle")
 
 AHEAD = 32
-"""Requests that are planned for at once."""
+"""Most requests that are planned for at once."""
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class Outcome:
     """Seconds and pages by request; ``makespan`` is from the first arrival to the end of the last answer."""
 
     stalls: list[float] = field(default_factory=list)
-    """Beyond the prefill with all found pages in HBM."""
+    """Seconds that each request took beyond a prefill with all stored pages in HBM."""
     ttfts: list[float] = field(default_factory=list)
     causes: dict[str, float] = field(default_factory=dict)
     """Seconds of stalls by the tier of the pages that ended them."""
@@ -464,7 +464,7 @@ class Server:
 
 
 def _few(wants: Iterator[Want], pages: int) -> list[Want]:
-    """Return the first ones, as many as HBM could hold at once and one more."""
+    """Return the first wants: as many as HBM could hold at once, and one more."""
     found: list[Want] = []
     for want in wants:
         found.append(want)
@@ -475,7 +475,7 @@ def _few(wants: Iterator[Want], pages: int) -> list[Want]:
 
 
 def p99(values: Sequence[float]) -> float:
-    """Return the value that one in a hundred exceeds."""
+    """Return the 99th percentile."""
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else 0.0
 
 

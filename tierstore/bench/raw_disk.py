@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def aligned(rows: int, nbytes: int) -> Bytes:
-    """Return memory in huge pages if there are any, all of it touched. ``nbytes`` is a multiple of 4 KiB."""
+    """Return touched memory, in huge pages if possible. ``nbytes`` is a multiple of 4 KiB."""
     memory = buffer(rows * nbytes)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
 
 
 def small_pages(rows: int, nbytes: int) -> Bytes:
-    """Return the same in pages of 4 KiB, as most programs have it."""
+    """Return touched memory in pages of 4 KiB, which most programs use."""
     memory = np.frombuffer(mmap.mmap(-1, rows * nbytes), dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
@@ -91,7 +91,7 @@ class RawDisk:
         os.fdatasync(self._fd)
 
     def gbps(self) -> float:
-        """Return the rate of one run over all of it, in an order that defeats read-ahead."""
+        """Return the rate of reading the whole file in an order that defeats read-ahead."""
         order = list(range(self._pieces))
         Random(0).shuffle(order)
         if not self.direct:

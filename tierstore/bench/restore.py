@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class PaperStream:
-    """Work in order. ``free`` is when the queued work ends, by ``perf_counter``."""
+    """A stream. ``free`` is the time at which its queued work ends, on the clock of ``perf_counter``."""
 
     device = torch.device("cpu")
 
@@ -66,7 +66,7 @@ class PaperStream:
 
 
 class PaperEvent:
-    """Happens when its stream gets there."""
+    """An event that happens when its stream has done the work queued before it."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -122,7 +122,7 @@ class PaperKernel:
 
 
 class PaperCard:
-    """What slabs need of a GPU."""
+    """The part of a GPU that slabs need."""
 
     def event(self) -> PaperEvent:
         """See ``slabs.Card``."""
@@ -168,7 +168,7 @@ class PaperPool:
 
 
 class NoThreads:
-    """Stands for the copy engine of memory that is not page-locked: there is no such memory."""
+    """Replaces the copy engine for memory that is not page-locked, since all memory is page-locked here."""
 
     polled = False
 
@@ -216,12 +216,12 @@ class Shape:
 
 
 class Stopwatch:
-    """CPU time of the thread that made it, by part. A part within another one counts only for itself."""
+    """CPU time by part, of the thread that made it. A nested part does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
-        """Including calls of other threads."""
+        """Number of calls by part, including those of other threads."""
         self._inner = [0.0]
         self._thread = get_ident()
 
@@ -406,7 +406,7 @@ def _open(
 
 
 def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
-    """Return medians of ``runs`` restores; for parts the minimum, which other programs disturbed least."""
+    """Return medians of ``runs`` restores, and for parts the minimum, which other programs disturb least."""
     rig = Rig(pages, Shape(page_size), codec)
     try:
         with measurement.at_rest():

@@ -59,7 +59,7 @@ class Sizes:
 
     @property
     def flops_per_token(self) -> float:
-        """Return the operations of all products with weights, without the vocabulary's."""
+        """Return the operations of all products with weights, except those of the vocabulary."""
         head = self.hidden // self.heads
         kv = 2 * self.kv_heads * head
         return 2.0 * self.layers * self.hidden * (2 * self.hidden + kv + 3 * self.ffn)
@@ -73,13 +73,13 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
-        """Return the numbers per head."""
+        """Return the length of a head's K or V vector."""
         return self.hidden // self.heads
 
     def chunk_nbytes(self, tokens: int) -> int:
-        """Estimate the memory of computing so many tokens at once, besides weights and pages. Rather too high.
+        """Estimate the memory to compute ``tokens`` tokens at once besides weights and pages, on the high side.
 
-        Eight times a layer's input and four times what its feed-forward makes of it, in bfloat16.
+        Eight times a layer's input and four times its feed-forward activations, in bfloat16.
         """
         return 2 * tokens * (8 * self.hidden + 4 * self.ffn)
 
@@ -175,7 +175,7 @@ class Rig:
         store.drain(PATIENCE_S)
 
     def send_down(self, tier: Tier) -> None:
-        """Move the prefix to ``tier`` and below, and evict what an answer left behind."""
+        """Move the prefix to ``tier`` and below, and evict the pages that an answer added."""
         self.store.evict(self.keys[len(self.prefix) :])
         for above in [t for t in Tier if t < tier]:
             self.store.evict(self.prefix, above)
@@ -339,9 +339,9 @@ _HELD = 0.6
 class TtftRow:
     """Medians of the rounds. ``ttft_ms`` runs from the call of ``acquire`` to the first token on the host.
 
-    ``request_ms`` starts with the prompt's tokens, before their keys are made. ``floor_ms`` is the least that it
-    takes by ``floor``, and ``ratio`` is ``ttft_ms`` divided by it. ``nbytes`` is what was moved from disk or over
-    the link.
+    ``request_ms`` starts with the prompt's tokens, before their keys are made. ``floor_ms`` is the least time
+    that the resource ``floor`` allows, and ``ratio`` is ``ttft_ms`` divided by it. ``nbytes`` is the number
+    of bytes moved from disk or over the link.
     """
 
     tier: str
@@ -359,14 +359,14 @@ class TtftRow:
     floor: Floor
     floor_ms: float
     each_floor_ms: tuple[float, ...] = ()
-    """For rounds with a floor of their own: by the raw disk before and after."""
+    """Floor of each round, if each has its own: from the raw disk before and after the round."""
     ratio: float
     ceiling_gbps: float
     same_token: bool
-    """Whether the token is that with all pages in HBM."""
+    """Whether the token is the same as with all pages in HBM."""
     rel_error: float
     tflops: float = 0.0
-    """Of a computed prompt, ``chunk`` tokens at a time."""
+    """Rate of computing the prompt, ``chunk`` tokens at a time."""
     chunk: int = 0
 
     def plain(self) -> dict[str, object]:
@@ -375,7 +375,7 @@ class TtftRow:
 
 
 class Bench:
-    """One model on one device. ``link_gbps`` is that of one contiguous copy to the device, the median of ``rounds``."""
+    """One model on one device. ``link_gbps`` is the median rate of contiguous copies to the device."""
 
     def __init__(self, ask: Ask) -> None:
         """Create the model. ConfigError if the device does not exist."""
@@ -387,7 +387,7 @@ class Bench:
         self._model = random_model(SHAPES[ask.shape], ask.device, ask.prefix + ask.question + ask.page_size)
         self._hit_s = 0.0
         self._token: dict[int, int] = {}
-        """Tokens with all pages in HBM, by length of prefix."""
+        """First token with all pages in HBM, by length of prefix."""
 
     @property
     def parameters(self) -> int:
