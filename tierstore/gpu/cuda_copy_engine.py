@@ -1,8 +1,8 @@
 """The copy engine of a card: copies between HBM and page-locked host memory, on one stream for each direction.
 
 Ordering: the store submits a copy when the page's bytes are written, and reuses a slot when its last use has
-ended. So a copy waits only for the copies before it. A transfer keeps its slots until its ack, which comes when
-the event recorded after its last piece has happened.
+ended. So a copy waits only for the copies before it. A transfer keeps its slots until its ack, which comes
+when the event recorded after its last piece has happened.
 
 A small transfer is launched whole if no other one waits. All others are launched layer group by layer group,
 a little ahead of the link. Pages submitted later still get a layer group before earlier pages get the next

@@ -1,13 +1,14 @@
-"""Triton kernels of the codecs with payloads of one length: pages in device memory to payloads, and back.
+"""Triton kernels of the codecs with payloads of fixed length: turn pages in device memory into payloads, and back.
 
-They make the bytes that ``tierstore.codecs`` makes. Each number goes through the same float32 arithmetic, rounded as
-NumPy rounds. Launch them with ``enable_fp_fusion=False``, because NumPy rounds every product before it adds.
-``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch`` decodes payloads where they
-lie in mapped host memory; it makes the numbers that ``expand`` makes, and addresses pages as that does.
+They give the same bytes as ``tierstore.codecs``: each number goes through the same float32 arithmetic, rounded
+as NumPy rounds. Launch them with ``enable_fp_fusion=False``, because NumPy rounds every product before it adds.
+``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch`` decodes payloads in
+place in mapped host memory. It gives the same numbers as ``expand``, and addresses pages in the same way.
 
-A program has one page of those given, one layer and plane of it, and some of its numbers. Number i of ``[tokens, heads,
-dim]`` lies ``place_of(i)`` numbers after the plane's first, which is ``slot * SLOT + deltas[layer] + plane * PLANE``
-after ``words``. A payload starts every ``PAYLOAD`` bytes of ``halves`` and ``codes``, which are the same memory.
+A program works on one of the given pages, one layer and plane of it, and some of its numbers. Number i of
+``[tokens, heads, dim]`` lies ``place_of(i)`` numbers after the plane's first number, which lies ``slot * SLOT +
+deltas[layer] + plane * PLANE`` numbers after ``words``. A payload starts every ``PAYLOAD`` bytes of ``halves`` and
+``codes``, which are the same memory.
 """
 
 # mypy: ignore-errors
@@ -37,7 +38,7 @@ def place_of(
     TOKEN: tl.constexpr, HEAD: tl.constexpr, NUMBER: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """How far number i of ``[tokens, heads, dim]`` lies after the first; ``PLAIN``: they lie in a row."""
+    """Return the offset of number i of ``[tokens, heads, dim]`` from the first. If ``PLAIN``, it is i."""
     at = i
     if not PLAIN:
         far = i.to(tl.int64)
@@ -47,7 +48,7 @@ def place_of(
 
 @triton.jit
 def side_of(i, LENGTH: tl.constexpr, MEMBERS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Which scale number i has."""
+    """Return the index of the scale of number i."""
     if CHANNELS:
         side = i // (MEMBERS * CHANNELS) * CHANNELS + i % CHANNELS
     else:
@@ -77,7 +78,7 @@ def widened(raw, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """As words of the page; nothing becomes infinite."""
+    """Return numbers as words of the page. None becomes infinite."""
     if DTYPE == BFLOAT16:
         bits = x.to(tl.uint32, bitcast=True)
         raw = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
@@ -90,7 +91,7 @@ def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def rounded(scale, UP: tl.constexpr):
-    """A scale as bfloat16's bits: the nearest, or ``UP`` to the next that is not smaller."""
+    """Return a scale as the bits of the nearest bfloat16, or with ``UP`` of the next that is not smaller."""
     bits = tl.where(scale > 0, tl.maximum(scale, _SMALLEST), 0.0).to(tl.uint32, bitcast=True)
     if UP:
         bits += 0xFFFF
@@ -101,7 +102,7 @@ def rounded(scale, UP: tl.constexpr):
 
 @triton.jit
 def power_of_two(scale):
-    """A scale as the bits of the next power of two that is not smaller."""
+    """Return a scale as the bits of the next power of two that is not smaller."""
     bits = tl.where(scale > 0, tl.maximum(scale, _SMALLEST), 0.0).to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFFFF) >> 23) << 7
 
@@ -118,7 +119,7 @@ def reciprocal_of(scale):
 
 @triton.jit
 def _whole(y):
-    """The nearest whole number's low byte, ties to even; of a negative one its two's complement."""
+    """Return the low byte of the nearest whole number, ties to even, in two's complement if negative."""
     return (y + _ROUND).to(tl.int32, bitcast=True) & 0xFF
 
 
@@ -139,12 +140,12 @@ def code_of(x, floor, reciprocal, RULE: tl.constexpr):
 
 @triton.jit
 def value_of(code, RULE: tl.constexpr):
-    """The number of a code as float32, before the scale. ``code``: int32 of 0 to 255."""
+    """Return the number of a code, an int32 of 0 to 255, as float32 before it is scaled."""
     if RULE == FP8:
         exponent, mantissa = (code >> 3) & 15, code & 7
         normal = ((exponent + 120) << 23) | (mantissa << 20)
         subnormal = (mantissa.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-        # The sign by its bit: Triton's minus is a subtraction from 0, which makes no -0.
+        # The sign is set by its bit, because Triton negates by subtracting from 0, which never gives -0.
         bits = tl.where(exponent > 0, normal, subnormal) | ((code & 0x80) << 24)
         x = bits.to(tl.float32, bitcast=True)
     elif RULE == FLOORED:
@@ -156,7 +157,7 @@ def value_of(code, RULE: tl.constexpr):
 
 @triton.jit
 def store_floor(halves, at, floor, mask, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    if DTYPE == FLOAT32:  # two halves, as its place may be no multiple of four
+    if DTYPE == FLOAT32:  # two halves, because its address may not be a multiple of 4
         bits = floor.to(tl.uint32, bitcast=True)
         tl.store(halves + at * 2, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
         tl.store(halves + at * 2 + 1, (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
@@ -184,7 +185,7 @@ def load_scale(halves, at, mask):
 
 
 REFUSALS = (triton.TritonError, CalledProcessError, OSError, RuntimeError)
-"""What Triton raises where it cannot compile: for a card it does not know, or without a compiler of C."""
+"""The errors of Triton if it cannot compile, for example for an unknown card or without a C compiler."""
 
 _FINITE = tl.constexpr(0x7FFFFFFF)
 
@@ -201,9 +202,9 @@ def measure(
     LIMIT: tl.constexpr, MOST: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, BITS: tl.constexpr,
     SIDE_BLOCK: tl.constexpr, MEMBER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scales and floors of ``SIDE_BLOCK`` groups of numbers, and their codes where these are bytes.
+    """Store scales and floors of ``SIDE_BLOCK`` groups of numbers, and the codes too if these are bytes.
 
-    ``flags[first + page]`` becomes 1 where a number is none, or too large.
+    ``flags[first + page]`` becomes 1 if a number is NaN or too large.
     """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
@@ -279,7 +280,10 @@ def pack(
     LAYER_CODES: tl.constexpr, NUMBERS: tl.constexpr, SIDES: tl.constexpr, LENGTH: tl.constexpr,
     MEMBERS: tl.constexpr, CHANNELS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of 4 bits, after ``measure``: a byte for two numbers, half the page's tokens apart."""
+    """Store codes of 4 bits, after ``measure``.
+
+    A byte has the codes of two numbers, half the tokens apart.
+    """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
     delta = tl.multiple_of(tl.load(deltas + layer), ALIGNED)
@@ -315,9 +319,10 @@ def expand(
     LIMIT: tl.constexpr, MOST_SCALE: tl.constexpr, RULE: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of ``BLOCK`` bytes of codes.
+    """Decode ``BLOCK`` bytes of codes into numbers of the page.
 
-    ``flags[first + page]`` becomes 1 for what no encoder makes; the page then holds anything.
+    ``flags[first + page]`` becomes 1 if no encoder can have made the payload. The page's content is then
+    undefined.
     """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
@@ -365,9 +370,9 @@ def keep(
     PLAIN: tl.constexpr, ITEM: tl.constexpr, PAYLOAD: tl.constexpr, AT: tl.constexpr,
     NBYTES: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bytes that are no numbers, as they are: from the page into the payload, or ``BACK``.
+    """Copy bytes that are not encoded from the page into the payload, or with ``BACK`` from the payload.
 
-    Strides are of ``ITEM`` bytes; ``NBYTES`` of a layer's plane.
+    Strides are in units of ``ITEM`` bytes. ``NBYTES`` is the number of bytes of a layer's plane.
     """
     page = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -420,15 +425,16 @@ def fetch(
     ACROSS: tl.constexpr, RAGGED: tl.constexpr, ALONG: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``expand`` of payloads in mapped host memory, by few programs that take tiles in turns.
+    """Decode payloads in mapped host memory like ``expand``, with few programs that take turns at the tiles.
 
-    ``table``: slots, then addresses of payloads. Layers ``[first, first + layers)``. Codes of a plane are rows of
-    ``WIDTH`` bytes; a tile has ``TILE_ROWS`` of them, one of ``DOWN``, and ``COLUMNS`` bytes of each, one of
-    ``ACROSS``. Every byte crosses the link once: each scale is read by the one tile that needs it.
+    ``table`` has slots, then addresses of payloads. Layers ``[first, first + layers)`` are decoded. The codes
+    of a plane form rows of ``WIDTH`` bytes. A tile has ``TILE_ROWS`` rows and ``COLUMNS`` bytes of each row;
+    a plane has ``DOWN`` tiles from top to bottom and ``ACROSS`` from left to right. Every byte crosses the
+    link once, because each scale is read only by the tile that needs it.
     """
     HALF: tl.constexpr = LAYER_CODES // WIDTH
     each = layers * (PLANES * DOWN * ACROSS)
-    # Of the next tile too, as the table crosses the link as well.
+    # Entries of the next tile are read ahead too, because the table also crosses the link.
     page = tl.program_id(0) // each
     next_slot = tl.load(table + page, mask=page < pages, other=0)
     next_far = tl.load(table + pages + page, mask=page < pages, other=0)
@@ -465,7 +471,7 @@ def fetch(
         elif RULE == FP8:
             one_scale = tl.load(scales + layer * SIDES).to(tl.uint16, bitcast=True).to(tl.uint32)
         else:
-            # Ahead of their codes, as these come by turns ahead too.
+            # Scales are read ahead of their codes, which are also read turns ahead.
             below = tl.arange(0, ROWS)
             here = (below < TILE_ROWS) & (top + below < HALF)
             next_low_scale, next_low_floor, next_high_scale, next_high_floor = sides_of_rows(

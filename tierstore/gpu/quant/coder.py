@@ -1,8 +1,8 @@
-"""The one encoder and decoder of pages on the card: a codec's payloads from pages in device memory, and back.
+"""The encoder and decoder of pages on the card: turns pages in device memory into payloads, and back.
 
-``Coder`` makes byte for byte what ``tierstore.codecs`` makes of the same pages and payloads. It reads payloads in two
-places, in slabs (``decode``) or where they lie in page-locked host memory (``fetch``), as each wins somewhere by
-measurement. Kernels are queued on torch's current stream; nothing waits.
+``Coder`` gives byte for byte the results of ``tierstore.codecs``. It reads payloads in slabs (``decode``) or
+in place in page-locked host memory (``fetch``), because measurements show that each is faster for some pages.
+It queues kernels on torch's current stream and never waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 BLOCK = 4096
-"""Numbers, or bytes, that a program of a kernel processes."""
+"""Numbers, or bytes, that one program of a kernel processes."""
 
 WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -42,10 +42,10 @@ Constants = dict[str, int | float]
 
 
 class Grid(NamedTuple):
-    """How ``fetch`` is launched: ``programs`` programs of ``warps`` warps each read ``nbytes`` of codes at a time.
+    """The launch of ``fetch``: ``programs`` programs of ``warps`` warps each read ``nbytes`` of codes at once.
 
-    A tile has ``tile_nbytes`` at most. While some codes become numbers, those of ``stages`` less two turns are on their
-    way; with 1 nothing is.
+    A tile has at most ``tile_nbytes``. While a program decodes some codes, the reads of the next ``stages -
+    2`` turns are in flight, or none if ``stages`` is 1.
     """
 
     programs: int
@@ -56,20 +56,20 @@ class Grid(NamedTuple):
 
 
 FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
-"""At least 192 KiB in flight.
+"""A grid with at least 192 KiB in flight.
 
-By calculation: 128 KiB fill the link, as in the copy kernel, and each tile starts with nothing in flight.
+By calculation, 128 KiB fill the link, as in the copy kernel, but each tile starts with nothing in flight.
 """
 
 _ROW_NBYTES = 128
-"""Bytes of a row of codes that share one scale. With a scale for each channel a tile is eight times as wide."""
+"""Bytes of a row of codes that share one scale. With one scale per channel a tile is eight times as wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel, its tensors besides a call's, and its constants and options.
+    """A kernel with its constants, its options and the tensors that are the same in every call.
 
-    ``programs``: for each page; ``layers``: of the KV group.
+    ``programs`` is the number of programs per page, ``layers`` the number of layers of the KV group.
     """
 
     kernel: Any
@@ -88,7 +88,10 @@ class Launch:
         known: Constants,
         programs: tuple[int, int] = (1, 1),
     ) -> Launch:
-        """Return a launch over the pages of ``lot``; of ``known`` the kernel is told what it has a name for."""
+        """Return a launch over the pages of ``lot``.
+
+        The kernel gets those of ``known`` that it has arguments for.
+        """
         deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
         constants = {name: known[name] for name in kernel.arg_names if name in known}
         return cls(kernel, words, deltas, constants | {"enable_fp_fusion": False}, len(lot.deltas), programs)
@@ -98,20 +101,20 @@ class Launch:
         self.kernel[grid](self.words, self.deltas, *arguments, **self.options)
 
     def compile(self, grid: tuple[int, ...], *arguments: torch.Tensor | int) -> None:
-        """Make the machine code that ``queue`` uses, now."""
+        """Compile the machine code that ``queue`` uses."""
         self.kernel.warmup(self.words, self.deltas, *arguments, grid=grid, **self.options)
 
 
 class Coder:
-    """Encodes and decodes pages of device memory: a ``slabs.RowCoder``, and the kernel that needs no slabs.
+    """Encodes and decodes pages of device memory: a ``slabs.RowCoder``, with a kernel that needs no slabs.
 
-    Two ways to decode, as each wins somewhere by measurement (docs/decisions/015):
+    It decodes in two ways, because each is faster for some pages (docs/decisions/015):
 
-    - ``decode`` reads payloads that DMA has brought into the rows of a slab. It takes every layout, and carries .98 of
-      the link, with two pieces or more a page and a launch a slab.
-    - ``fetch`` reads payloads in mapped host memory. It carries .91 of the link, but one launch takes hundreds of
-      pages, or a layer group of them: the first token comes sooner. It takes pages that ``can_fetch``, and is slow
-      where ``smallest_tile`` is small.
+    - ``decode`` reads payloads that DMA has copied into the rows of a slab. It supports every layout and
+      reaches 98 % of the link's speed, with two or more pieces per page and one launch per slab.
+    - ``fetch`` reads payloads in mapped host memory. It reaches 91 % of the link's speed, but one launch
+      decodes hundreds of pages, or a layer group of them, so the first token comes sooner. It supports pages
+      that ``can_fetch`` accepts, and is slow if ``smallest_tile`` is small.
     """
 
     def __init__(
@@ -124,17 +127,17 @@ class Coder:
         kernels: ModuleType,
         grid: Grid | None = None,
     ) -> None:
-        """Prepare the launches; nothing is compiled yet.
+        """Prepare the launches. Compiles nothing yet.
 
         Args:
-            codec: one of fixed length for this layout, see ``codecs.fixed_nbytes``.
-            layout: of the pages.
-            lots: where the numbers of each KV group lie in device memory.
-            pool: slots of the store's own as flat uint8, whose bytes between KV groups are kept too; None: the lots are
-                an engine's tensors, which have none.
-            stride: bytes from payload to payload in a slab, a multiple of 16.
-            kernels: the module ``codec_kernels``.
-            grid: for ``fetch``; None: only payloads in slabs are decoded.
+            codec: A codec of fixed length for this layout, see ``codecs.fixed_nbytes``.
+            layout: The layout of the pages.
+            lots: The strides of the numbers of each KV group in device memory.
+            pool: The store's own slots as flat uint8, whose bytes between KV groups are kept too. None if the
+                lots are an engine's tensors, which have no such bytes.
+            stride: Bytes from payload to payload in a slab, a multiple of 16.
+            kernels: The module ``codec_kernels``.
+            grid: The launch of ``fetch``. None if only payloads in slabs are decoded.
         """
         places = PayloadLayout.of(layout, codec)
         assert not codec.zstd
@@ -164,7 +167,7 @@ class Coder:
 
     @property
     def fetches(self) -> bool:
-        """Return whether it was made with a grid, so that ``fetch`` can be called."""
+        """Return whether the coder has a grid, so that ``fetch`` can be called."""
         return self._grid is not None
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
@@ -174,46 +177,47 @@ class Coder:
     def encode(self, share: Share) -> None:
         """Encode the pages into the rows.
 
-        The flag of a page that the codec cannot represent becomes 1, and its payload is undefined. Bytes past a payload
-        are not touched.
+        The flag of a page that the codec cannot represent becomes 1, and its payload is undefined. Bytes
+        after a payload are not changed.
         """
         self._each(Launch.queue, self._encoding, self._keeping[0], share)
 
     def decode(self, share: Share) -> None:
         """Decode the rows into the pages.
 
-        The flag of a page becomes 1 if no ``encode`` can have made its payload, and the page is undefined then.
+        If ``encode`` cannot have made the payload of a page, the flag of the page becomes 1, and its content
+        is undefined.
         """
         self._each(Launch.queue, self._decoding, self._keeping[1], share)
 
     def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int] | None = None) -> None:
         """Decode payloads in page-locked, mapped host memory into pages, or into some of their layers.
 
+        The kernel reads ``table`` and writes ``flags`` until the current stream has passed this call.
+
         Args:
             table: int64 ``[2, pages]``, flat: slots, then addresses of payloads, multiples of 16.
             flags: int32 zeros ``[pages]``, see ``decode``.
-            layers: first and end; None: all.
-
-        The current stream reads ``table`` and writes ``flags`` until it has got past this.
+            layers: The layers ``[first, end)``. None for all.
         """
         self._fetch(Launch.queue, table, flags, layers)
 
     def compile(self, share: Share) -> None:
-        """Make the machine code of ``encode`` and ``decode``, which takes seconds the first time on a machine.
+        """Compile ``encode`` and ``decode`` without running them. Takes seconds the first time on a machine.
 
-        Nothing is run; ``share``: as later ones. Raises Triton's errors where its compiler, or the compiler of C that
-        it needs, is missing or fails.
+        ``share`` must have tensors of the same types as later shares. Raises Triton's errors if its compiler,
+        or the C compiler that it needs, is missing or fails.
         """
         self._each(
             Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], share
         )
 
     def compile_decoding(self, share: Share) -> None:
-        """Make the machine code of ``decode`` alone; see ``compile``."""
+        """Compile ``decode`` only; see ``compile``."""
         self._each(Launch.compile, self._decoding, self._keeping[1], share)
 
     def compile_fetching(self, table: torch.Tensor, flags: torch.Tensor) -> None:
-        """Make the machine code of ``fetch`` for tables and flags as these; see ``compile``."""
+        """Compile ``fetch`` for tables and flags of these types; see ``compile``."""
         self._fetch(Launch.compile, table, flags, None)
 
     def _each(
@@ -240,22 +244,26 @@ class Coder:
 
 
 def can_fetch(codec: Lossy, layout: PageLayout) -> bool:
-    """Return whether ``Coder.fetch`` takes such pages.
+    """Return whether ``Coder.fetch`` supports such pages.
 
-    All of a page must be encoded, and each scale must be that of whole rows of codes, or of a column of a tile.
+    All bytes of a page must be encoded, and each scale must belong to whole rows of codes or to a column of a
+    tile.
     """
     places = PayloadLayout.of(layout, codec)
     return not any(places.gaps()) and all(map(_fits_tiles, runs_of(places)))
 
 
 def smallest_tile(codec: Lossy, layout: PageLayout, grid: Grid) -> int:
-    """Return the bytes of codes that a program of ``fetch`` reads before reads of its next tile must wait."""
+    """Return the bytes of the smallest tile that a program of ``fetch`` reads before it starts another."""
     codes = (int(run.constants(0)["LAYER_CODES"]) for run in runs_of(PayloadLayout.of(layout, codec)))
     return min(grid.tile_nbytes, min(codes, default=0))
 
 
 def _fits_tiles(run: Run) -> bool:
-    """With 4 bits, the scales of a byte's two numbers must lie a fixed distance apart throughout a tile."""
+    """Return whether tiles suit the scales of a run.
+
+    With 4 bits, the scales of a byte's two numbers must lie a fixed distance apart throughout a tile.
+    """
     known = run.constants(0)
     if known["RULE"] == FP8:
         return True
@@ -267,7 +275,7 @@ def _fits_tiles(run: Run) -> bool:
 
 
 def _tiles(known: Constants, grid: Grid) -> Constants:
-    """Return how the codes of a layer's plane are cut into tiles; see the kernel."""
+    """Return the constants of the tiles that the codes of a layer's plane are cut into; see the kernel."""
     channels, codes = int(known["CHANNELS"]), int(known["LAYER_CODES"])
     shared = known["RULE"] == FP8
     width = channels or (_ROW_NBYTES if shared else int(known["MEMBERS"]))
@@ -294,10 +302,10 @@ class Run:
     """Neighbouring planes of a KV group with the same scheme.
 
     Attributes:
-        plane: the first of them.
-        count: how many they are.
-        scales: where its scales begin in a payload, in bytes.
-        codes: where its codes begin in a payload, in bytes.
+        plane: The first of the planes.
+        count: The number of planes.
+        scales: Offset of the run's scales in a payload, in bytes.
+        codes: Offset of the run's codes in a payload, in bytes.
     """
 
     plane: Plane
@@ -336,7 +344,7 @@ def runs_of(places: PayloadLayout) -> Iterator[Run]:
 
 
 def strides_of(lot: GroupStrides) -> Constants:
-    """Return the kernels' constants about where numbers lie."""
+    """Return the kernels' constants for the strides of numbers."""
     plane, token, head, number = lot.strides
     return {
         "SLOT": lot.slot,
@@ -352,7 +360,7 @@ def strides_of(lot: GroupStrides) -> Constants:
 
 
 def _groups(plane: Plane, sides: int) -> Constants:
-    """Return the constants that say which numbers share a scale, and how many of them a program has."""
+    """Return the constants that tell which numbers share a scale, and how many of them a program has."""
     shape, scheme = plane.shape, plane.scheme
     members, length, channels = scheme.members(shape), shape.numbers, 0
     if isinstance(scheme, Steps):
@@ -388,7 +396,7 @@ def _arithmetic(plane: Plane) -> Constants:
 def _kept(
     places: PayloadLayout, layout: PageLayout, lots: tuple[GroupStrides, ...], pool: torch.Tensor | None
 ) -> Iterator[tuple[GroupStrides, int]]:
-    """Yield the bytes of a page that are not encoded, each with its place in a payload."""
+    """Yield the strides of the bytes of a page that are not encoded, each with its offset in a payload."""
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
