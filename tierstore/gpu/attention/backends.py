@@ -1,7 +1,8 @@
 """The backends that compute attention over pages, and the choice among them.
 
-``attend`` and ``ReferenceBackend`` are plain torch: the backend of the CPU, with which every other backend is compared.
-``InPlace`` and ``Gathered`` have modules of their own. ``for_one`` and ``for_many`` choose.
+``attend`` and ``ReferenceBackend`` are plain torch. They serve the CPU, and all other backends are compared
+with them. ``InPlace`` and ``Gathered`` have modules of their own. ``for_one`` and ``for_many`` choose a
+backend.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention in plain torch, with sums and results of dtype ``wide``.
 
+    One sequence at a time is gathered.
+
     Args:
-        q: queries ``[queries, num_qo_heads, head_dim]``.
-        pages: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query sees may
-            hold anything, even NaN. One sequence at a time is gathered.
-        table: whose queries see which pages.
-        wide: dtype.
+        q: Queries ``[queries, num_qo_heads, head_dim]``.
+        pages: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query
+            sees may hold anything, even NaN.
+        table: The page table of the step.
+        wide: The dtype of sums and results.
 
     Returns:
-        ``[queries, num_qo_heads, head_dim_vo]``, and the natural logarithm of the sum of exp(scores), ``[queries,
-        num_qo_heads]``. A query that sees nothing has 0 and -inf.
+        ``[queries, num_qo_heads, head_dim_vo]``, and the natural logarithm of the sum of exp(scores),
+        ``[queries, num_qo_heads]``. They are 0 and -inf for a query that sees no token.
     """
     shape = table.shape
     out = torch.zeros(table.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
@@ -42,9 +45,9 @@ def attend(
 
 
 def gather(pages: torch.Tensor, table: Paging, row: int, first: int, end: int) -> torch.Tensor:
-    """Return a copy of tokens ``first`` to ``end`` of a sequence, ``[planes, end - first, num_kv_heads, head_dim]``.
+    """Return a copy of a sequence's tokens ``first`` to ``end``, ``[planes, tokens, num_kv_heads, head_dim]``.
 
-    No other page is read.
+    Only the pages of these tokens are read.
     """
     size = table.shape.page_size
     start = int(table.indptr[row])
@@ -79,11 +82,12 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     """Return attention over the union of disjoint sets of keys, from the attention over each set.
 
     Args:
-        outs: results ``[sets, ..., head_dim_vo]``.
-        lses: their natural logarithms ``[sets, ...]``; -inf for a set in which the query saw nothing.
+        outs: Results ``[sets, ..., head_dim_vo]``.
+        lses: Natural logarithms of their sums of exp(scores), ``[sets, ...]``. -inf for a set in which the
+            query sees no key.
 
     Returns:
-        Both without the first dimension, in their dtypes.
+        Both for the union: without the first dimension, in the same dtypes.
     """
     top = lses.amax(0)
     floor = top.masked_fill(top == -torch.inf, 0.0)
@@ -95,17 +99,17 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 Backend = Literal["auto", "reference", "triton", "gathered"]
-"""``reference``: plain torch. ``triton``: kernels that read pages in place.
+"""``reference`` is plain torch. ``triton`` has kernels that read pages in place.
 
-``gathered``: pages are gathered, some at a time, for torch's SDPA kernels. ``auto``: the fastest of them for the device
-and shape.
+``gathered`` gathers some pages at a time for torch's SDPA kernels. ``auto`` chooses the fastest of the
+backends for the device and shape.
 """
 
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
-"""Queries per sequence, and the product of queries, tokens, heads and head_dim, from which gathering is faster.
+"""Queries per sequence, and product of queries, tokens, heads and head_dim, from which gathering is faster.
 
-Below them its launches take longer than it saves. Measured on an H200: docs/benchmarks/attention.md.
+With less, its launches cost more time than it saves. Measured on an H200: docs/benchmarks/attention.md.
 """
 
 
@@ -113,7 +117,7 @@ class AttentionBackend(Protocol):
     """Computes the attention of a step."""
 
     def plan(self, table: Paging) -> None:
-        """Prepare for any number of layers."""
+        """Prepare a step, for any number of layers."""
         ...
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -122,7 +126,7 @@ class AttentionBackend(Protocol):
 
 
 class ReferenceBackend:
-    """The backend in plain torch, on any device; sums are float32."""
+    """The backend in plain torch, for any device. Sums are float32."""
 
     def plan(self, table: Paging) -> None:
         """Keep the page table."""
@@ -136,7 +140,7 @@ class ReferenceBackend:
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """Return the device. ValueError for a card that torch does not find."""
+    """Return ``device`` as a torch device. ValueError for a card that torch does not find."""
     found = torch.device(device)
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -164,7 +168,10 @@ def make(name: Backend, device: torch.device, max_pages: int | None = None) -> A
 
 
 def for_one(device: torch.device, asked: Backend) -> Backend:
-    """Return the backend for one query a sequence. ValueError for "gathered": it would copy what is read only once."""
+    """Return the backend for one query per sequence.
+
+    ValueError for "gathered", because it would copy pages that are read only once.
+    """
     if asked == "gathered":
         raise ValueError('backend "gathered" cannot decode: use "auto", "reference" or "triton"')
     if asked == "auto":
@@ -173,7 +180,10 @@ def for_one(device: torch.device, asked: Backend) -> Backend:
 
 
 def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
-    """Return the backend for many queries a sequence. ValueError for "gathered" if torch's kernels lack the shape."""
+    """Return the backend for many queries per sequence.
+
+    ValueError for "gathered" if torch's kernels do not support the shape.
+    """
     fits = gathered.fits(table.shape)
     if asked == "gathered" and not fits:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Attention of many queries: pages are gathered, some tokens at a time, for torch's own attention kernels.
+"""Attention of many queries: gathers pages, some tokens at a time, for torch's own attention kernels.
 
-Partial results are merged by their logarithms. So the memory beside the pages is bounded: a whole layer is never
-gathered.
+Partial results are merged by their logarithms. So a whole layer is never gathered, and the extra memory is
+bounded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Sdpa = Literal["flash", "cudnn"]
 
 TOKENS_AT_ONCE = 32768
-"""Tokens gathered together. The kernels are not faster with more; of an 8B model's layer they are 128 MiB."""
+"""Tokens gathered together: 128 MiB for a layer of an 8B model. The kernels are not faster with more."""
 
 _BLOCK = 8192
 
 
 class _Piece(NamedTuple):
-    """Tokens ``first`` to ``end`` of a sequence; ``causal``: each query sees them up to its own."""
+    """Tokens ``[first, end)`` of a sequence. If ``causal``, each query sees them only up to its own token."""
 
     row: int
     first: int
@@ -35,7 +35,10 @@ class _Piece(NamedTuple):
 
 
 class Gathered:
-    """The backend "gathered": one sequence after another, on the current stream. For shapes that ``fits`` accepts."""
+    """The backend "gathered": computes one sequence after another on the current stream.
+
+    It supports the shapes that ``fits`` accepts.
+    """
 
     def __init__(
         self,
@@ -48,10 +51,10 @@ class Gathered:
         """Choose the kernels.
 
         Args:
-            device: the card.
-            sdpa: which of torch's attention kernels.
-            tokens: gathered at a time, at most.
-            kernels: as in ``InPlace``.
+            device: The card.
+            sdpa: The attention kernel of torch to use.
+            tokens: Most tokens to gather at a time.
+            kernels: As in ``InPlace``.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -81,7 +84,7 @@ class Gathered:
         return self._room.nbytes + self._sums.nbytes
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill ``out`` and ``lse``. ValueError for pages of one plane."""
+        """Fill ``out`` and ``lse``. ValueError unless pages have two planes."""
         if pages.shape[1] != 2:
             raise ValueError(f'backend "gathered" needs pages of 2 planes, got {pages.shape[1]}')
         table, before = self._page_table, -1
@@ -148,8 +151,8 @@ def sdpa(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention by one of torch's kernels: ``[heads, queries, dim]``, and logarithms ``[heads, queries]``.
 
-    ``q``, ``keys`` and ``values``: ``[1, heads, tokens, dim]``. ``causal``: the queries are those of the last keys; for
-    "cudnn" there must be as many queries as keys.
+    ``q``, ``keys`` and ``values`` are ``[1, heads, tokens, dim]``. If ``causal``, the queries are those of
+    the last keys; for "cudnn" there must then be as many queries as keys.
     """
     ops: Any = torch.ops.aten
     if which == "flash":
@@ -163,13 +166,13 @@ def sdpa(
 
 
 def fits(shape: Shape) -> bool:
-    """Return whether torch's kernels take this shape."""
+    """Return whether torch's kernels support this shape."""
     plain = shape.window_left < 0 and shape.head_dim_vo == shape.head_dim
     return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
 
 
 def _pieces(table: Paging, tokens: int) -> Iterator[_Piece]:
-    """Yield the pieces of all sequences. The last piece of a causal sequence is its queries' own tokens."""
+    """Yield the pieces of all sequences. The last piece of a causal sequence has its queries' own tokens."""
     size = table.shape.page_size
     step = max(1, tokens // size) * size
     for row in range(table.batch):

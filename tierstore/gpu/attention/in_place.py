@@ -1,7 +1,7 @@
 """Attention by kernels that read pages in place, split over keys so that a few long sequences fill a card.
 
-``divide`` divides the attention of a step among programs. It is pure arithmetic, so that it can be tested without a
-card. ``InPlace`` plans once for each step and launches the kernels for every layer.
+``divide`` divides the attention of a step among programs. It only computes numbers, so it can be tested
+without a card. ``InPlace`` plans once for each step and launches the kernels for every layer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from tierstore.gpu.attention.page_table import Shape
 
 FIELDS = 9
-"""Numbers of an item, int32.
+"""Number of int32 fields of an item.
 
-They are the first place in ``indices`` and the length of its sequence; its first token and its end; the first query and
-the number of queries of its sequence; its own first row; its first part, and the number of parts of each of its
-queries.
+The fields are the first place in ``indices`` and the length of its sequence; its first token and its end; the
+first query and the number of queries of its sequence; its own first row; its first part, and the number of
+parts of each of its queries.
 """
 
 _START_TILES = 2
-"""Cost of a program before its first tile and after its last, in tiles."""
+"""Cost of a program before its first tile and after its last one, in units of a tile's cost."""
 _PARTS_NBYTES = 64 << 20
 _CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of a division. ``programs``: how many run at once. ``items``: how many there may be; None: no limit."""
+    """Limits of a division: the programs that run at once, and the most items (None for no limit)."""
 
     programs: int
     items: int | None = None
@@ -48,10 +48,10 @@ class Work:
 
     Attributes:
         items: int32 ``[items, FIELDS]``, one for each program.
-        queries: int32 ``[queries, 2]``: of each query its first part, and how many parts it has. A query with one part
-            has no place among the parts: its program writes the result.
-        num_parts: number of parts.
-        merges: whether any query has another number of parts than one.
+        queries: int32 ``[queries, 2]``: for each query its first part and the number of its parts. A query
+            with one part has no place among the parts, because its program writes the result.
+        num_parts: Number of parts.
+        merges: Whether any query has a number of parts other than one.
     """
 
     items: NDArray[np.int32]
@@ -61,9 +61,10 @@ class Work:
 
 
 def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
-    """Return the items of every sequence that has queries and visible tokens, and how their results are merged.
+    """Return the items of every sequence that has queries and visible tokens, and the parts to merge.
 
-    ``block_m``: rows of an item (queries times heads of a group). ``block_n``: tokens of a tile.
+    ``block_m`` is the number of rows of an item (queries times heads of a group), ``block_n`` of tokens of a
+    tile.
     """
     blocks = -(-table.widths * table.shape.group // block_m)
     start = table.first_seen // block_n * block_n
@@ -83,12 +84,12 @@ def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
 
 
 def most_items(batch: int, blocks: int, kv_heads: int, programs: int) -> int:
-    """Return how many items a division of ``batch`` sequences of ``blocks`` blocks of rows each may have, at most."""
+    """Return the most items that a division of ``batch`` sequences of ``blocks`` blocks of rows may have."""
     return blocks * (batch + 2 * -(-programs // kv_heads))
 
 
 def _tiles_each(table: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
-    """Return the tiles of a split that make the waves of programs shortest in total."""
+    """Return the number of tiles per split for which the waves of programs take the least total time."""
     most = int(tiles.max(initial=1))
     steps = (
         np.unique(np.geomspace(1, most, _CANDIDATES).astype(np.int64)) if most > 1 else np.ones(1, np.int64)
@@ -116,7 +117,7 @@ def _items(
     start: NDArray[np.int64],
     step: int,
 ) -> NDArray[np.int64]:
-    """Return the items of all sequences; the splits of a block of rows are neighbours."""
+    """Return the items of all sequences. The splits of a block of rows are next to each other."""
     number = blocks * splits
     of = np.repeat(np.arange(table.batch), number)
     local = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
@@ -142,14 +143,14 @@ def _queries(table: Paging, splits: NDArray[np.int64], first_part: NDArray[np.in
 
 _LOG2_E = 1.4426950408889634
 _LARGE = (9, 10)
-"""Compute capabilities, without what is after the point."""
+"""Major compute capabilities of cards with large shared memory."""
 _SMALL = 16
-"""Rows of the smallest block: those of a matrix instruction."""
+"""Rows of the smallest block, which are those of a matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program works: rows, tokens per iteration, warps, pipeline stages, programs per multiprocessor."""
+    """A program's setup: rows, tokens per iteration, warps, pipeline stages, programs per multiprocessor."""
 
     block_m: int
     block_n: int
@@ -159,13 +160,14 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
-        """Return the fastest for blocks of up to ``rows`` rows, as measured on an H200: docs/benchmarks/attention.md.
+        """Return the fastest tiles for blocks of up to ``rows`` rows.
 
-        ``large``: the card has as much shared memory as Hopper, 227 KiB for a program; else 99 KiB are assumed.
+        They were measured on an H200: docs/benchmarks/attention.md. ``large`` means that the card has as much
+        shared memory as Hopper, 227 KiB per program; otherwise 99 KiB are assumed.
         """
         block_m = min(128, max(_SMALL, _power(rows)))
-        token = shape.head_dim * shape.dtype.itemsize  # bytes; with its value mostly twice as many
-        if shape.dtype == torch.float32:  # no matrix instructions: products in registers
+        token = shape.head_dim * shape.dtype.itemsize  # bytes of a key; with its value mostly twice as many
+        if shape.dtype == torch.float32:  # no matrix instructions, so products are in registers
             return cls(min(block_m, 32 if token <= 1024 else 16), 32 if token <= 512 else 16, 4, 2, 2)
         if token > 512:
             return cls(min(block_m, 32), 32 if large else 16, 4, 2, 1)
@@ -205,10 +207,10 @@ class InPlace:
         """Choose the kernels.
 
         Args:
-            device: the card.
-            kernels: the module of the kernels; None: the package's own, which needs a card.
-            max_pages: as in ``PagedDecode``.
-            tiles: how programs work; None: chosen by shape.
+            device: The card.
+            kernels: The module of the kernels. None for the package's own, which needs a card.
+            max_pages: As in ``PagedDecode``.
+            tiles: The setup of programs. None to choose it by shape.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -221,7 +223,10 @@ class InPlace:
         self._most_items = 0
 
     def plan(self, table: Paging) -> None:
-        """Copy the step's numbers to the device. ValueError, nothing changed, if they do not fit fixed buffers."""
+        """Copy the step's numbers to the device.
+
+        ValueError if they do not fit fixed buffers. Nothing was changed then.
+        """
         shape = table.shape
         rows = int(table.widths.max(initial=1)) * shape.group
         tiles = self._given or Tiles.of(shape, rows, _is_large(self._device))
@@ -265,7 +270,7 @@ class InPlace:
             )  # fmt: skip
 
     def _write(self, table: Paging, work: Work) -> None:
-        """Copy all numbers at once. Tensors stay where they are as long as they are large enough."""
+        """Copy all numbers in one copy. Tensors keep their addresses as long as they are large enough."""
         fixed = self._max_pages is not None
         num_items = self._most_items if fixed else len(work.items)
         num_pages = self._max_pages if self._max_pages is not None else len(table.indices)
@@ -295,7 +300,7 @@ def _page_numbers(table: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # for the interpreter: enough to have splits
+        return 4  # for Triton's interpreter: enough to get splits
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -305,5 +310,5 @@ def _is_large(device: torch.device) -> bool:
 
 
 def _power(number: int) -> int:
-    """Return the next power of two."""
+    """Return the smallest power of two that is not smaller than ``number``."""
     return 1 << max(0, int(number) - 1).bit_length()

@@ -1,8 +1,9 @@
-"""Triton kernels of attention over pages: split over keys, merged afterwards. Also a gather of pages for SDPA.
+"""Triton kernels of attention over pages, split over keys and merged, and of gathering pages for SDPA.
 
-A program has a block of rows of one sequence, of one head of K and V, and a range of tokens. Row ``r`` is query
-``r // GROUP``, head ``r % GROUP`` of those that share it. Tiles of tokens begin at multiples of ``BLOCK_N``. A key has
-``DV + DR`` numbers; where ``SHARED``, its first ``DV`` are the value. Scores are kept as powers of two.
+A program has a block of rows of one sequence, one head of K and V, and a range of tokens. Row ``r`` is query
+``r // GROUP`` and head ``r % GROUP`` of those that share the head of K and V. Tiles of tokens begin at
+multiples of ``BLOCK_N``. A key has ``DV + DR`` numbers; if ``SHARED``, its first ``DV`` numbers are the
+value. Scores are kept as powers of two.
 
 The split over keys is Flash-Decoding's (Dao et al. 2023), the online softmax FlashAttention-2's.
 """
@@ -19,19 +20,19 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def larger(a, b):
-    """Of two numbers."""
+    """Return the larger of two numbers."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def added(a, b):
-    """Of two numbers."""
+    """Return the sum of two numbers."""
     return a + b
 
 
 @triton.jit
 def _pages_of(table, n, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the tile at token ``n``: its page, or where pages are smaller the page of every token."""
+    """Return the page of the tile at token ``n``, or that of each of its tokens if a tile may span pages."""
     if PAGE % BLOCK_N == 0:
         found = tl.load(table + n // PAGE, mask=n < end, other=0)
     else:
@@ -104,7 +105,10 @@ def attend(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One item of work of one head of K and V. See ``in_place.FIELDS`` for the fields; those of no rows do nothing."""
+    """Compute one item of work for one head of K and V.
+
+    See ``in_place.FIELDS`` for the fields of an item. Nothing is done for an item without rows.
+    """
     head = tl.program_id(0)
     items += tl.program_id(1) * FIELDS
     table += tl.load(items)
@@ -138,7 +142,7 @@ def attend(
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     mixed = tl.full((BLOCK_M, BLOCK_V), 0.0, tl.float32)
-    # The next tile's page is read while this tile is on its way: its address waits for nothing.
+    # The next tile's page is read while this tile is loaded, so that its address is known in time.
     pages = _pages_of(table, start, first, end, PAGE, BLOCK_N)
     for n in range(start, full, BLOCK_N):
         following = _pages_of(table, n + BLOCK_N, first, end, PAGE, BLOCK_N)
@@ -175,7 +179,10 @@ def merge(
     parts, part_lse, queries, out, lse,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A query's result of one head from its parts. ``queries``: of each, its first part and how many it has."""
+    """Merge the parts of one query and head.
+
+    ``queries`` has the first part and number of parts of each query.
+    """
     query, head = tl.program_id(0), tl.program_id(1)
     part, splits = tl.load(queries + query * 2), tl.load(queries + query * 2 + 1)
     if splits == 1:
@@ -207,7 +214,10 @@ def join(
     sums, sum_lse, found, found_lse, out, found_head, found_query, lse_head, lse_query,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a query found among more keys to ``sums`` and ``sum_lse``; ``LAST``: the result goes to ``out``."""
+    """Add a query's result over more keys to ``sums`` and ``sum_lse``.
+
+    With ``LAST`` the sum is stored in ``out``.
+    """
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, BLOCK_V)
     known = dim < DV
@@ -235,9 +245,9 @@ def gather(
     kv, table, out, first, kv_page, kv_plane, kv_token, kv_head, out_plane,
     HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Page ``table[first + program 0]``, plane program 1, to its place in ``out``, ``[planes, tokens, heads, dim]``.
+    """Copy plane program 1 of page ``table[first + program 0]`` to ``out``, ``[planes, tokens, heads, dim]``.
 
-    ``FLAT``: the tokens, heads and numbers of a page's plane lie one after another.
+    ``FLAT`` means that the numbers of a page's plane are contiguous.
     """
     page, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv += tl.load(table + first + page).to(tl.int64) * kv_page + plane * kv_plane

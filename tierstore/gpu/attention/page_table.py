@@ -1,4 +1,4 @@
-"""The page table of a step, on the host: the queries of each sequence, its pages, and which tokens they see."""
+"""The page table of a step, on the host: each sequence's queries and pages, and the tokens that queries see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 Numbers = torch.Tensor | NDArray[np.integer] | Sequence[int]
-"""One-dimensional integers. A tensor on a card is copied to the host, which blocks until it is there."""
+"""One-dimensional integers.
+
+A tensor on a card is copied to the host, which blocks until the copy has ended.
+"""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries, pages and results."""
@@ -18,20 +21,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The shape of attention in one layer. ValueError for values that make no sense.
+    """The shape of attention in one layer. ValueError for invalid values.
 
     Attributes:
-        num_qo_heads: query heads, a multiple of ``num_kv_heads``.
-        num_kv_heads: heads of K and V.
-        head_dim: numbers of a query and of a key.
-        head_dim_vo: numbers of a value and of a result, at most ``head_dim``. Where pages have one plane (MLA), a value
-            is the first ``head_dim_vo`` numbers of its key.
-        page_size: tokens of a page.
-        sm_scale: factor of the scores before softmax.
-        causal: each query sees tokens up to its own; else all.
-        window_left: keys that a query sees before its own position; -1: all. A window needs ``causal``.
-        dtype: of queries and pages.
-        out_dtype: of results.
+        num_qo_heads: Query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: Heads of K and V.
+        head_dim: Numbers of a query and of a key.
+        head_dim_vo: Numbers of a value and of a result, at most ``head_dim``. If pages have one plane (MLA),
+            a value is the first ``head_dim_vo`` numbers of its key.
+        page_size: Tokens of a page.
+        sm_scale: Factor of the scores before softmax.
+        causal: Whether each query sees only the tokens up to its own.
+        window_left: Number of keys that a query sees before its own position, -1 for all. A window needs
+            ``causal``.
+        dtype: The dtype of queries and pages.
+        out_dtype: The dtype of results.
     """
 
     num_qo_heads: int
@@ -63,7 +67,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Return how many query heads share a head of K and V."""
+        """Return the number of query heads that share a head of K and V."""
         return self.num_qo_heads // self.num_kv_heads
 
 
@@ -71,8 +75,9 @@ class Shape:
 class Paging:
     """The page table of a batch of sequences, int64 arrays on the host.
 
-    Sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``, and the queries
-    ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, which are those of its last tokens.
+    Sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``. Its queries are
+    numbers ``qo_indptr[i]`` up to, but without, ``qo_indptr[i + 1]``. They are the queries of its last
+    tokens.
     """
 
     qo_indptr: NDArray[np.int64]
@@ -93,14 +98,16 @@ class Paging:
         """Return the checked page table.
 
         Args:
-            qo_indptr: where the queries of each sequence begin, ``[batch + 1]``; None: one query for each sequence.
-            indptr: where the pages of each sequence begin in ``indices``, ``[batch + 1]``.
-            indices: slots of the pages.
-            last_page_len: tokens in the last page of each sequence, ``[batch]``; any number for one without pages.
-            shape: of the layers.
+            qo_indptr: Start of the queries of each sequence, ``[batch + 1]``. None for one query per
+                sequence.
+            indptr: Start of the pages of each sequence in ``indices``, ``[batch + 1]``.
+            indices: Slots of the pages.
+            last_page_len: Tokens in the last page of each sequence, ``[batch]``. Any number for a sequence
+                without pages.
+            shape: The shape of the layers.
 
         Raises:
-            ValueError: the numbers fit no pages, or a causal sequence has more queries than tokens.
+            ValueError: The numbers are inconsistent, or a causal sequence has more queries than tokens.
         """
         starts, pages = _integers("indptr", indptr), _integers("indices", indices)
         last = _integers("last_page_len", last_page_len)
@@ -137,14 +144,17 @@ class Paging:
 
     @property
     def first_seen(self) -> NDArray[np.int64]:
-        """Return, for each sequence, the first token that one of its queries sees. Pages before it are never read."""
+        """Return for each sequence the first token that one of its queries sees.
+
+        Earlier pages are never read.
+        """
         if self.shape.window_left < 0:
             return np.zeros(self.batch, dtype=np.int64)
         first_query = self.kv_lens - np.maximum(self.widths, 1)
         return np.maximum(first_query - self.shape.window_left, 0)
 
     def require(self, q: torch.Tensor, pages: torch.Tensor) -> None:
-        """Raise ValueError unless queries and a layer's pages are as planned. Slots are not checked."""
+        """Raise ValueError unless queries and a layer's pages match the plan. Slots are not checked."""
         shape = self.shape
         want = (self.num_queries, shape.num_qo_heads, shape.head_dim)
         _require(tuple(q.shape) == want, "the shape of q", tuple(q.shape), str(want))
@@ -159,9 +169,9 @@ class Paging:
         _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
 
     def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
-        """Raise ValueError unless it fits buffers for ``max_pages`` pages that were made for ``before``.
+        """Raise ValueError unless this table fits buffers for ``max_pages`` pages and one query per sequence.
 
-        Checks the batch size and the shape.
+        ``before`` is the batch size and shape that the buffers were made for, which must be the same.
         """
         if len(self.indices) > max_pages:
             raise ValueError(f"the plan has {len(self.indices)} pages, but max_pages is {max_pages}")

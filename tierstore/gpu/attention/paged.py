@@ -1,8 +1,8 @@
-"""The public classes: ``PagedDecode`` for one query a sequence, ``PagedPrefill`` for many.
+"""The public classes: ``PagedDecode`` for one query per sequence, ``PagedPrefill`` for many.
 
-Names and meaning of arguments are FlashInfer's, with its layout "NHD". There are three differences: logarithms are
-natural, ``out`` may be of a wider dtype than ``q``, and queries are always those of the last tokens, whose K and V
-are in the pages already.
+Names and meanings of arguments are FlashInfer's, with its layout "NHD". There are three differences:
+logarithms are natural, ``out`` may have a wider dtype than ``q``, and queries are always those of the last
+tokens, whose K and V are in the pages already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ merge_states = backends.merge_states
 
 
 class _Paged:
-    """Plans and runs by a backend. Use it from one thread at a time."""
+    """Plans and runs attention with a backend. Not thread-safe."""
 
     def __init__(self) -> None:
         self._page_table: Paging | None = None
@@ -59,7 +59,7 @@ class _Paged:
 
 
 class PagedDecode(_Paged):
-    """One query a sequence: FlashInfer's ``BatchDecodeWithPagedKVCacheWrapper``."""
+    """Attention of one query per sequence, like FlashInfer's ``BatchDecodeWithPagedKVCacheWrapper``."""
 
     def __init__(
         self, device: torch.device | str, *, backend: Backend = "auto", max_pages: int | None = None
@@ -67,15 +67,15 @@ class PagedDecode(_Paged):
         """Choose the backend. Allocates nothing yet.
 
         Args:
-            device: of queries and pages.
-            backend: "auto": ``triton`` on a card, else ``reference``. "gathered" cannot decode.
-            max_pages: for CUDA graphs: pages of all sequences together, at most. The first ``plan`` makes buffers for
-                its batch and so many pages, and later plans of the same batch and shape fill them in place. A graph
-                that captured ``run`` after one plan computes, when replayed, what the last plan says. A row of the
-                batch that is not in use is a sequence without pages.
+            device: The device of queries and pages.
+            backend: "auto" is ``triton`` on a card, else ``reference``. "gathered" cannot decode.
+            max_pages: For CUDA graphs: the most pages of all sequences together. The first ``plan`` makes
+                buffers for its batch and this many pages, and later plans of the same batch and shape fill
+                them in place. A graph that captured ``run`` after one plan follows the last plan when it is
+                replayed. Give unused rows of the batch a sequence without pages.
 
         Raises:
-            ValueError: the device is not there, or has no such backend.
+            ValueError: The device is not available, or has no such backend.
         """
         super().__init__()
         self._max_pages = max_pages
@@ -98,27 +98,27 @@ class PagedDecode(_Paged):
         q_data_type: torch.dtype = torch.bfloat16,
         o_data_type: torch.dtype | None = None,
     ) -> None:
-        """Plan a step, for all layers of one shape.
+        """Plan a step, for all layers of one shape. Integers on a card are copied to the host first.
 
         Args:
             indptr: ``[batch + 1]``. Sequence ``i`` reads pages ``indices[indptr[i]:indptr[i + 1]]``.
-            indices: slots of the pages. Pages behind every window are not read; their slots may be anything.
-            last_page_len: ``[batch]``: tokens in the last page of each sequence; 0 for a sequence without pages.
-            num_qo_heads: query heads.
-            num_kv_heads: heads of K and V.
-            head_dim: numbers of a query and of a key.
-            page_size: tokens of a page.
-            head_dim_vo: numbers of a value; other than ``head_dim`` only for pages of one plane (MLA), where a value is
-                the first numbers of its key.
-            window_left: keys that a query sees before its own; -1: all.
-            sm_scale: factor of the scores; None: ``head_dim ** -0.5``.
-            q_data_type: dtype of queries and pages.
-            o_data_type: dtype of results; None: ``q_data_type``.
-
-        Integers that are on a card are copied to the host first.
+            indices: Slots of the pages. Pages before every window are not read, so their slots may be
+                anything.
+            last_page_len: ``[batch]``. Tokens in the last page of each sequence; 0 for a sequence without
+                pages.
+            num_qo_heads: Query heads.
+            num_kv_heads: Heads of K and V.
+            head_dim: Numbers of a query and of a key.
+            page_size: Tokens of a page.
+            head_dim_vo: Numbers of a value. It may differ from ``head_dim`` only for pages of one plane
+                (MLA), where a value is the first numbers of its key.
+            window_left: Number of keys that a query sees before its own, -1 for all.
+            sm_scale: Factor of the scores. None for ``head_dim ** -0.5``.
+            q_data_type: The dtype of queries and pages.
+            o_data_type: The dtype of results. None for ``q_data_type``.
 
         Raises:
-            ValueError: something does not fit; the plan before stays.
+            ValueError: An argument is invalid. The last plan remains in force.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
@@ -142,37 +142,38 @@ class PagedDecode(_Paged):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute the attention of one layer, on the current stream; nothing blocks.
+        """Compute the attention of one layer on the current stream, without blocking.
 
         Args:
-            q: queries ``[batch, num_qo_heads, head_dim]``.
-            paged_kv_cache: the layer's pages in place, ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, such
-                as ``store.pages[:, layer]``; any strides with the last 1. Tokens after ``last_page_len`` may hold
-                anything, even NaN.
-            out: where the result goes, contiguous; None: a new tensor.
-            lse: where the logarithms go, contiguous; None: a new tensor.
-            return_lse: return the logarithms too.
+            q: Queries ``[batch, num_qo_heads, head_dim]``.
+            paged_kv_cache: The layer's pages in place, ``[num_slots, planes, page_size, num_kv_heads,
+                head_dim]``, such as ``store.pages[:, layer]``. Any strides, but the last must be 1. Tokens
+                after ``last_page_len`` may hold anything, even NaN.
+            out: A contiguous tensor for the result. None for a new tensor.
+            lse: A contiguous tensor for the logarithms. None for a new tensor.
+            return_lse: Whether to return the logarithms too.
 
         Returns:
-            ``[batch, num_qo_heads, head_dim_vo]`` of ``o_data_type``; sums are float32. With ``return_lse`` also the
-            natural logarithm of the sum of exp(scores), float32 ``[batch, num_qo_heads]``, -inf for a query that sees
-            nothing.
+            ``[batch, num_qo_heads, head_dim_vo]`` of ``o_data_type``, with sums in float32. With
+            ``return_lse`` also the natural logarithm of the sum of exp(scores), float32 ``[batch,
+            num_qo_heads]``, which is -inf for a query that sees no token.
         """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
 
 class PagedPrefill(_Paged):
-    """Many queries a sequence: FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
+    """Attention of many queries per sequence, like FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     def __init__(self, device: torch.device | str, *, backend: Backend = "auto") -> None:
         """Choose the backend. Allocates nothing yet.
 
         Args:
-            device: of queries and pages.
-            backend: "auto": on a card the one that was measured to be faster for the plan's shape, else ``reference``.
+            device: The device of queries and pages.
+            backend: "auto" on a card is the backend that was measured to be faster for the plan's shape, else
+                ``reference``.
 
         Raises:
-            ValueError: the device is not there, or has no such backend.
+            ValueError: The device is not available, or has no such backend.
         """
         super().__init__()
         self._device, self._backend = device_of(device), backend
@@ -200,9 +201,10 @@ class PagedPrefill(_Paged):
         """Plan a step, for all layers of one shape. Other arguments are as in ``PagedDecode.plan``.
 
         Args:
-            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` to ``qo_indptr[i + 1]``, for
-                its last tokens, whose K and V must be in the pages by the time of ``run``.
-            causal: Each query sees the tokens up to its own; otherwise all. A window needs ``causal``.
+            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries from ``qo_indptr[i]`` up to, but
+                without, ``qo_indptr[i + 1]``. They are those of its last tokens, whose K and V must be in the
+                pages by the time of ``run``.
+            causal: Whether each query sees only the tokens up to its own. A window needs ``causal``.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,
@@ -228,7 +230,7 @@ class PagedPrefill(_Paged):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of one layer, as ``PagedDecode.run`` does.
 
-        ``q``: ``[queries, num_qo_heads, head_dim_qk]``, those of all sequences one after another.
+        ``q`` has the queries of all sequences one after another, ``[queries, num_qo_heads, head_dim_qk]``.
         """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
