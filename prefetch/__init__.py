@@ -1,9 +1,9 @@
 """The prefetcher: reads hints and brings pages back before the scheduler needs them.
 
-``Prefetcher.attach(store)`` starts it. Without it the store works as well, and answers hints with
-``HintResult.REJECTED``. Hints come from ``TierStore.hint``, or from helpers that know more than one request:
-``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). ``prefetch.planner`` decides and is
-pure. Importing this package loads nothing heavy.
+``Prefetcher.attach(store)`` starts the prefetcher. Without one the store still works, but rejects
+``will_need`` hints (``HintResult.REJECTED``). Hints come from ``TierStore.hint``, or from helpers for many
+requests: ``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). ``prefetch.planner``
+makes the plans. Importing this package is cheap: its modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It uses the public interface of the store and holds no pages, no lease and no lock. Without a prefetcher every
 request is still served, only later. The store decides which pages may be displaced, and starts nothing for a
-withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work, on any thread: in each
-turn it reads hints, plans if a plan is due, and starts the promotions that can start.
+withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work: in each turn it reads
+hints, plans if a plan is due, and starts the promotions that can start.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def attend(
 
 
 def gather(pages: torch.Tensor, table: Paging, row: int, first: int, end: int) -> torch.Tensor:
-    """Return a copy of a sequence's tokens ``first`` to ``end``, ``[planes, tokens, num_kv_heads, head_dim]``.
+    """Return a copy of tokens ``[first, end)`` of a sequence, reading only their pages.
 
-    Only the pages of these tokens are read.
+    The copy is ``[planes, end - first, num_kv_heads, head_dim]``.
     """
     size = table.shape.page_size
     start = int(table.indptr[row])

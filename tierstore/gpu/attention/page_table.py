@@ -1,4 +1,4 @@
-"""The page table of a step, on the host: each sequence's queries and pages, and the tokens that queries see."""
+"""The page table of a step, on the host: each sequence's queries and pages, and the tokens that they see."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Triton kernels of the codecs with payloads of fixed length: turn pages in device memory into payloads, and back.
+"""Triton kernels of the codecs with payloads of fixed length: turn pages in HBM into payloads, and back.
 
-They give the same bytes as ``tierstore.codecs``: each number goes through the same float32 arithmetic, rounded
-as NumPy rounds. Launch them with ``enable_fp_fusion=False``, because NumPy rounds every product before it adds.
-``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch`` decodes payloads in
-place in mapped host memory. It gives the same numbers as ``expand``, and addresses pages in the same way.
+They give the same bytes as ``tierstore.codecs``: each number goes through the same float32 arithmetic,
+rounded as NumPy rounds. Launch them with ``enable_fp_fusion=False``, because NumPy rounds every product
+before it adds. ``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch``
+decodes payloads in place in mapped host memory. It gives the same numbers as ``expand``, and addresses pages
+in the same way.
 
 A program works on one of the given pages, one layer and plane of it, and some of its numbers. Number i of
-``[tokens, heads, dim]`` lies ``place_of(i)`` numbers after the plane's first number, which lies ``slot * SLOT +
-deltas[layer] + plane * PLANE`` numbers after ``words``. A payload starts every ``PAYLOAD`` bytes of ``halves`` and
-``codes``, which are the same memory.
+``[tokens, heads, dim]`` lies ``place_of(i)`` numbers after the plane's first number, which lies ``slot * SLOT
++ deltas[layer] + plane * PLANE`` numbers after ``words``. A payload starts every ``PAYLOAD`` bytes of
+``halves`` and ``codes``, which are the same memory.
 """
 
 # mypy: ignore-errors

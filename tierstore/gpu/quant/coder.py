@@ -42,7 +42,7 @@ Constants = dict[str, int | float]
 
 
 class Grid(NamedTuple):
-    """The launch of ``fetch``: ``programs`` programs of ``warps`` warps each read ``nbytes`` of codes at once.
+    """The launch of ``fetch``: ``programs`` programs of ``warps`` warps read ``nbytes`` of codes at a time.
 
     A tile has at most ``tile_nbytes``. While a program decodes some codes, the reads of the next ``stages -
     2`` turns are in flight, or none if ``stages`` is 1.
