@@ -3,14 +3,14 @@
 The rows of ``bench prefetch``: each trace under each policy at the same pace, compared with loads that start on
 look-up. The machine has three tiers of pages, an edge from disk and one into HBM, and no bytes.
 
-First come, first served. The first request starts once the server, a decoding slot and space in HBM are free. Pages
-of its prefix below HBM are loaded then, unless they were loaded before; computing overlaps with loads from host
-memory and begins after reads from disk, as in the planner. Policies differ only in when loads start, and in whether
-computing may replace some of them:
+Requests are served in the order in which they come. The first one starts once the server, a decoding slot and
+space in HBM are free. Pages of its prefix below HBM are then loaded, unless they were loaded before. As in
+the planner, computing overlaps with loads from host memory and begins after reads from disk. Policies differ
+only in when loads start, and in whether computing may replace some of them:
 
-    none          nothing is loaded: what is not in HBM is computed
-    on-lookup     all that is found is loaded when the request is the first in the queue
-    ours          hints: a request when it comes, and a session's next turn when past turns let expect it
+    none          no page is loaded: pages that are not in HBM are computed
+    on-lookup     all stored pages are loaded once the request is the first in the queue
+    ours          hints: a request when it comes, and a session's next turn when past turns suggest it
     oracle        hints: the next requests, before they come
 """
 
@@ -522,10 +522,10 @@ class Capacities:
 class PrefetchRow:
     """One policy on one trace, in seconds. Stalls are beyond a prefill with all pages in HBM.
 
-    ``utilisation`` is the least time in which all could be served, with everything there at once and loads on
-    look-up, divided by the time in which it arrives. ``prefill_share`` is the share of time with a request in
-    prefill. ``wasted`` is the share of pages brought up ahead of need that no request used. ``stall_by_source`` is
-    in seconds, by the tier of the slowest page.
+    ``utilisation`` is the least time to serve all requests (all there at once, loads on look-up), divided by
+    the time in which they arrive. ``prefill_share`` is the share of time with a request in prefill.
+    ``wasted`` is the share of pages brought up ahead of need that no request used. ``stall_by_source`` is in
+    seconds, by the tier of the slowest page.
     """
 
     trace: str
