@@ -36,7 +36,7 @@ def _unicode(text: str) -> str:
 
 
 FORMS = frozenset({"<string>", "<strings>", "<list>", "<lists>"})
-"""pydantic's names for the forms of a field with several; clients do not know them."""
+"""pydantic's names for the forms of a field that has several. Clients do not know these names."""
 
 
 def _form(given: object) -> str | None:
@@ -93,7 +93,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that have no effect here, and the values that ask for none. null is always one of them."""
+    """Unsupported fields, each with the values that are accepted because they ask for nothing, besides null."""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +116,7 @@ class StreamOptions(Strict):
 
 
 class Choosing(Strict):
-    """How the tokens of an answer are chosen."""
+    """Fields for the choice of an answer's tokens."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -140,7 +140,7 @@ class Choosing(Strict):
 
 
 class Completing(Choosing):
-    """What OpenAI's two kinds of completion share."""
+    """Fields that OpenAI's completions and chat completions share."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None

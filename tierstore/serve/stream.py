@@ -1,6 +1,6 @@
 """Answers over HTTP, whole or as server-sent events, in OpenAI's two shapes or as an answer about a document.
 
-The events of a request come from the engine's thread to the event loop of its client.
+The engine's thread passes the events of a request to the event loop of its client.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Listener:
 
     @classmethod
     async def begin(cls, engine: Engine, ask: Ask, receive: Receive) -> Listener:
-        """Submit the request. ``receive`` is the client's, whose body was read. Raises what ``submit`` raises."""
+        """Submit the request. Its body must have been read from ``receive``. Raises like ``submit``."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
         def tell(event: Event) -> None:
@@ -58,18 +58,18 @@ class Listener:
         return cls(events, await run_in_threadpool(engine.submit, ask, tell), receive)
 
     def end(self) -> None:
-        """Compute nothing more for this request. Idempotent."""
+        """Cancel the request if it still runs. Idempotent."""
         self._watch.cancel()
         self._ticket.cancel()
 
     def withdraw(self) -> None:
-        """End the request with an error, as its document was deleted. Thread-safe."""
+        """End the request with an error, because its document was deleted. Thread-safe."""
         self._ticket.cancel()
         with suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
 
     def wait(self) -> None:
-        """Wait until no page of the request is on its way into the store. Not from the event loop."""
+        """Wait until no page of the request is being put into the store. Do not call it in the event loop."""
         self._ticket.wait()
 
     async def first(self) -> None:
@@ -138,7 +138,7 @@ async def respond(
 ) -> Response:
     """Submit a request and answer it. The request is cancelled if its client disconnects.
 
-    The status is settled with the first piece; an earlier failure is raised here.
+    A failure before the first piece is raised here. A stream that fails later ends with an error frame.
 
     Args:
         taken: Called in a thread with the listener, before the first piece.
@@ -171,7 +171,7 @@ async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
 
 
 class _Stream(EventSourceResponse):
-    """Ends its listener in every case: a generator that was never started could not."""
+    """A stream that always ends its listener. A generator that was never started could not do that."""
 
     def __init__(self, listener: Listener, shape: Shape) -> None:
         super().__init__(_frames(listener, shape), headers={"Cache-Control": "no-cache"})
