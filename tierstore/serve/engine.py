@@ -271,7 +271,7 @@ _LOOK_S = 0.002
 _LAST_STEP_S = 30.0
 """Longest time to wait for a step to end."""
 _SPARE = 1
-"""Pages that a request needs in addition to its tokens' pages: the copy of a half-matching page."""
+"""Pages that a request needs beyond its tokens: a copy of the page that its prompt leaves half filled."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
@@ -345,7 +345,7 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens that a prompt and its answer may have: the limit of the model or of HBM."""
+        """Return the most tokens of a prompt and its answer together: the limit of the model or of HBM."""
         return min(self._reader.max_tokens, (self._slots - _SPARE) * self._page_size)
 
     def submit(self, ask: Ask, tell: Callable[[Event], None]) -> Ticket:

@@ -229,10 +229,11 @@ class SchedulerHalf:
             tiers.disk_prefetch.want(request.request_id, *tiers.hits.wanted(known, local), hints)
 
     def offer(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens beyond ``computed`` can be loaded, in whole blocks and leaving at least one.
+        """Return how many tokens beyond ``computed`` can be loaded.
 
-        None means that vLLM should ask again, because pages are being read from disk; for at most
-        ``put_off_s``. Pages that are evicted before they are loaded are reported as failed.
+        They are whole blocks, and leave at least one token to compute. None means that vLLM should ask again,
+        because pages are being read from disk; for at most ``put_off_s``. Pages that are evicted before they
+        are loaded are reported as failed.
         """
         tiers, known = self._tiers, self._known.get(request.request_id)
         if tiers is None or known is None or computed % self.groups.unit:
