@@ -37,7 +37,7 @@ REFUSED = {
     "BertLMHeadModel": "attention mask of its own",
     "GptOssForCausalLM": "does not support s_aux",
     "DogeForCausalLM": "computes with K or V",
-    "MiMoV2FlashForCausalLM": "computes K of 4 heads",
+    "MiMoV2FlashForCausalLM": "computes K in 4 heads",
     "RecurrentGemmaForCausalLM": "keeps a state besides K and V",
     "FalconH1ForCausalLM": "keeps a state besides K and V",
     "MllamaForCausalLM": "cross_attention_layers",
