@@ -1,9 +1,10 @@
-"""The prefetcher: reads hints and brings pages back before the scheduler needs them.
+"""The prefetcher: reads hints and promotes pages before the scheduler needs them.
 
-``Prefetcher.attach(store)`` starts the prefetcher. Without one the store still works, but rejects
-``will_need`` hints (``HintResult.REJECTED``). Hints come from ``TierStore.hint``, or from helpers for many
-requests: ``Waiting`` (a queue), ``ahead`` (a list of documents), ``Sessions`` (turns). ``prefetch.planner``
-makes the plans. Importing this package is cheap: its modules are imported on first use.
+``Prefetcher.attach(store)`` starts a prefetcher. A store without one works, but rejects ``will_need`` hints
+(``HintResult.REJECTED``). Give hints by calling ``TierStore.hint``, or use a helper that gives them for many
+requests: ``Waiting`` (a queue), ``ahead`` (a list of documents) or ``Sessions`` (the turns of chats).
+``prefetch.planner`` computes the plans. Importing this package is cheap, because its modules are imported on
+first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The prefetcher's memory between turns: expected requests, and pages to keep in memory.
+"""The state of the prefetcher between turns: expected requests, and pages to keep in memory.
 
-``ExpectedRequests`` has the newest hint of each request until that hint is withdrawn or expires.
-``KeptPages`` asks the store to keep those pages of expected requests that are in memory already. Neither
+``ExpectedRequests`` contains the latest hint of each request until the hint is withdrawn or expires.
+``KeptPages`` asks the store to keep pages of expected requests that are in memory already. Neither class
 reads a clock.
 """
 
@@ -25,10 +25,13 @@ MOST_REQUESTS = 4096
 
 
 class Expected(NamedTuple):
-    """A ``will_need`` hint in force, with the times at which its pages are needed and at which it expires.
+    """An active ``will_need`` hint.
 
-    Both are on the clock of the ``now`` that ``ExpectedRequests.take`` was given. A ``deadline`` of inf means
-    none.
+    Attributes:
+        hint: The hint.
+        deadline: The time at which its pages are needed, or inf if that is not known.
+        ends: The time at which the hint expires. Both times are in seconds, on the same clock as the argument
+            ``now`` of ``ExpectedRequests.take``.
     """
 
     hint: Hint
@@ -37,14 +40,14 @@ class Expected(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Return a sort key that puts earlier deadlines first, then higher priorities."""
+        """A sort key: earlier deadlines first, then higher priorities."""
         return (self.deadline, -self.hint.priority)
 
 
 class ExpectedRequests:
-    """The newest ``will_need`` hint of each expected request, of at most ``most`` requests.
+    """The latest ``will_need`` hint of each expected request, for up to ``most`` requests.
 
-    If there are more, the request that is needed last is dropped and counted in ``turned_away``.
+    If there are more, the request with the latest deadline is dropped and counted in ``turned_away``.
     """
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
@@ -56,10 +59,10 @@ class ExpectedRequests:
         return len(self._expected)
 
     def take(self, hints: Iterable[Hint], now: float) -> None:
-        """Take new hints.
+        """Process new hints.
 
-        A hint with a higher revision replaces the known hint of its request. If it has no keys, or is not a
-        ``will_need`` hint, it only ends the known one.
+        A hint with a higher revision replaces the known hint of its request. If the new hint has no keys, or
+        is not a ``will_need`` hint, the request is no longer expected.
         """
         for hint in hints:
             known = self._expected.get(hint.request_id)
@@ -75,23 +78,26 @@ class ExpectedRequests:
                 self.turned_away += 1
 
     def drop(self, hint: Hint) -> None:
-        """Forget a hint that the store no longer has."""
+        """Forget a hint that is no longer active in the store. A newer hint of the request is kept."""
         known = self._expected.get(hint.request_id)
         if known is not None and known.hint.revision == hint.revision:
             del self._expected[hint.request_id]
 
     def expire(self, now: float) -> None:
-        """Forget expired hints."""
+        """Forget hints that have expired by the time ``now``."""
         for request_id in [name for name, each in self._expected.items() if each.ends <= now]:
             del self._expected[request_id]
 
     def in_order(self) -> list[Expected]:
-        """Return the requests, the one needed first at index 0."""
+        """Return the expected requests, earliest deadline first."""
         return sorted(self._expected.values(), key=lambda each: each.order)
 
 
 class _There(NamedTuple):
-    """Some of a hint's pages, with the hints in ``later`` whose requests start later, in that order."""
+    """Pages of a hint that are already in a tier, and that the store is to be asked to keep there.
+
+    ``later`` lists the hints of requests that start later, earliest first. Their pages may be displaced.
+    """
 
     hint: Hint
     keys: tuple[PageKey, ...]
@@ -99,32 +105,37 @@ class _There(NamedTuple):
 
 
 class KeptPages:
-    """Asks the store to keep pages where they are, once per page, tier and revision of a hint.
+    """Asks the store to keep pages that are already in the right tier for an expected request.
 
-    Not thread-safe.
+    It asks once for each page, tier and hint revision. Not thread-safe.
     """
 
     def __init__(self, promotions: PromotionQueue, tiers: Iterable[Tier]) -> None:
-        """Set the queue that asks the store, and the ``tiers`` that pages are promoted to."""
+        """Start without any pages to keep.
+
+        Args:
+            promotions: The queue that sends the requests to the store.
+            tiers: The tiers to which pages are promoted.
+        """
         self._promotions = promotions
         self._tiers = tuple(tiers)
         self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
-        """By request ID and revision of a hint: pages that the store was asked to keep, with their tiers."""
+        """For each request ID and revision: the pages that the store was asked to keep, with their tiers."""
         self._there: dict[Tier, list[_There]] = {}
-        """By tier: pages that the last plan found there and that the store has not been asked to keep yet."""
+        """For each tier: pages that the latest plan found there, until the store is asked to keep them."""
 
     def clear(self) -> None:
-        """Forget everything: no request is expected."""
+        """Forget everything, because no request is expected."""
         self._named, self._there = {}, {}
 
     def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
-        """Note for each tier which pages of ``wants`` are in it already. Forget all hints but ``hints``.
+        """Record which pages of ``wants`` are already in each tier. Forget all hints except ``hints``.
 
         Args:
-            hints: The hints of the wants, the one needed first at index 0.
-            wants: The wants of the last plan.
-            loads: For each want, the number of leading pages that the plan has in HBM. Of the pages that are
-                in HBM, only those within it are noted.
+            hints: The hints of the wants, earliest deadline first.
+            wants: The wants of the latest plan.
+            loads: For each want, the length of the prefix that the plan loads into HBM. Pages in HBM beyond
+                this prefix are not recorded.
         """
         before, self._named, self._there = self._named, {}, {tier: [] for tier in self._tiers}
         for rank, (hint, want, load) in enumerate(zip(hints, wants, loads, strict=True)):
@@ -139,15 +150,18 @@ class KeptPages:
                     there.append(_There(hint, tuple(fresh[start : start + PIECE_PAGES]), later))
 
     def ask(self, tier: Tier) -> None:
-        """Ask the store to keep the pages noted for ``tier``.
+        """Ask the store to keep the pages recorded for ``tier``.
 
-        Call it before pages are promoted to that tier.
+        Call this before pages are promoted to that tier.
         """
         for hint, keys, later in self._there.pop(tier, ()):
             self.note(hint, self._promotions.keep(hint, keys, tier, later), tier)
 
     def note(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        """Note that the store was asked to keep these pages in ``tier``, or to promote them to it."""
+        """Record that the store was asked to keep pages in ``tier``, or to promote them to it.
+
+        ``keys`` are pages of ``hint``. ``ask`` will not ask for them again.
+        """
         known = self._named.get((hint.request_id, hint.revision))
         if known is not None:
             known.update((key, tier) for key in keys)

@@ -1,16 +1,17 @@
-"""The planner: selects the pages to promote, orders the promotions and predicts when each page arrives.
+"""The planner: selects the pages to promote, orders the promotions, and predicts when each page arrives.
 
-It only computes: it has no clock, no thread and no store.
+It is a pure computation without a clock, threads or a store.
 
-Its model of time: an edge carries one page at a time, at the measured rate. A page below host memory is first
-read into host memory and then loaded into HBM. It takes one of a limited number of places in host memory from
-the start of the read to the end of the load. On every edge the want with the earliest deadline goes first;
-later ones get the time that is left. A request starts at its deadline, and its prompt is done when the loaded
-pages are in HBM and the rest is computed. Computing overlaps with loads from host memory, which arrive layer
-by layer, but starts only after reads from disk, which arrive page by page. For each want the planner chooses
-the number of pages to load with which the prompt is done first.
+The model of time is as follows. An edge transfers one page at a time, at the measured rate. A page that is
+only on disk is first read into host memory and then loaded into HBM. From the start of the read to the end of
+the load, it takes one of a limited number of places in host memory. On every edge, the want with the earliest
+deadline is served first, and later wants get the remaining time. A request starts at its deadline. Its prompt
+is complete when the loaded pages are in HBM and the remaining pages are computed. Pages can be computed while
+others are loaded from host memory, because these arrive layer by layer. Nothing can be computed before all
+reads from disk have finished, because these pages arrive as a whole. For each want, the planner chooses how
+many pages to load so that the prompt is complete as soon as possible.
 
-Earliest deadline first is Jackson's rule (1955): no other order makes the latest request less late.
+Earliest deadline first is Jackson's rule (1955): no other order reduces the maximum lateness.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """The free time of one edge from ``now`` on.
+    """The periods from ``now`` on in which one edge is free.
 
-    ``page_s`` is the time in seconds that the edge takes for a page, 0 if unknown.
+    ``page_s`` is the number of seconds that the edge takes per page, 0 if unknown.
     """
 
     def __init__(self, now: float, page_s: float) -> None:
@@ -41,13 +42,13 @@ class Timeline:
         self._free: list[tuple[float, float]] = [(now, inf)]
 
     def cursor(self) -> Cursor:
-        """Return a cursor that finds start times without taking them. The next ``take`` makes it invalid."""
+        """Return a cursor that finds start times but does not reserve them. Do not use it after ``take``."""
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
-        """Mark ``page_s`` seconds from each of ``starts`` as taken; cost O(free intervals + starts).
+        """Reserve ``page_s`` seconds from each start time on. Takes O(free intervals + starts) time.
 
-        ``starts`` must come from one cursor, in ascending order.
+        ``starts`` must come from a single cursor and be in ascending order.
         """
         free: list[tuple[float, float]] = []
         left = iter(self._free)
@@ -65,7 +66,7 @@ class Timeline:
 
 
 class Cursor:
-    """Places pages one after another in the free time of a ``Timeline``, without changing the timeline."""
+    """Finds start times for one page after another in a ``Timeline``, without changing the timeline."""
 
     def __init__(self, free: list[tuple[float, float]], page_s: float) -> None:
         self._free = free
@@ -74,7 +75,10 @@ class Cursor:
         self._at = 0.0
 
     def place(self, available: float) -> float:
-        """Return the earliest start of a page at or after ``available`` and after the pages placed so far."""
+        """Return the earliest time at which the next page can start, and place the page there.
+
+        The page starts neither before ``available`` nor before the end of the pages placed so far.
+        """
         self._at = max(self._at, available)
         while True:
             start, end = self._free[self._piece]
@@ -86,7 +90,7 @@ class Cursor:
 
 
 PIECE_PAGES = 32
-"""Most pages of one promotion: the store starts up to this many while it holds its lock once."""
+"""Maximum number of pages per promotion. The store takes its lock once per promotion."""
 
 
 def plan(
@@ -96,11 +100,21 @@ def plan(
     retained: Sequence[Retained] = (),
     most_pages: int = 1 << 30,
 ) -> Plan:
-    """Plan the promotions for ``wants``. O(pages log pages).
+    """Plan the promotions for ``wants``. Takes O(pages log pages) time.
 
-    Wants get space in HBM in the order of their deadlines, also for pages that are in HBM already. So a page
-    that is needed later never displaces one that is needed sooner. Once at least ``most_pages`` page copies
-    are planned, the remaining wants get no promotion.
+    Wants get slots in HBM in the order of their deadlines, including slots for pages already in HBM. So a page
+    that is needed later never displaces a page that is needed sooner. Once at least ``most_pages`` page
+    copies are planned, the remaining wants get no promotions.
+
+    Args:
+        wants: The expected requests.
+        machine: The rates and the space of the machine.
+        now: The current time in seconds.
+        retained: Pages that keep their slots in HBM.
+        most_pages: Number of page copies after which planning stops.
+
+    Returns:
+        The promotions, and an outcome for every want. Wants that were not planned load 0 pages.
     """
     planning = _Planning(machine, now)
     outcomes = {want.request_id: Outcome(0, now, inf) for want in wants}
@@ -114,13 +128,13 @@ def plan(
 
 
 def _order(item: Want | Retained) -> tuple[float, int]:
-    # Pages retained until a time come before wants with a deadline at that time.
+    # A Retained item precedes wants whose deadline equals its ``until``.
     return (item.until, -(1 << 62)) if isinstance(item, Retained) else (item.deadline, -item.priority)
 
 
 @dataclass(slots=True)
 class _Step:
-    """The copy of one page along one edge."""
+    """The planned copy of one page along one edge. ``index`` is the page's index in its want."""
 
     index: int
     src: Tier
@@ -131,21 +145,21 @@ class _Step:
 
 @dataclass(slots=True)
 class _Try:
-    """A trial schedule that loads as much of one want's prefix as there is space for.
+    """A trial schedule that loads as long a prefix of a want as fits into HBM.
 
-    For each page, ``there`` is the time at which it is in HBM and ``read`` the time at which it is in host
-    memory.
+    For each page, ``there`` is the time at which the page is in HBM, and ``read`` the time at which its read
+    from disk, if any, has finished.
     """
 
     there: list[float] = field(default_factory=list)
     read: list[float] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
-    """Indices of the pages for which earlier wants have not taken space in HBM already."""
+    """Indices of pages for which no earlier want has reserved a slot in HBM."""
 
 
 class _Planning:
-    """The state of one run of the planner: the time and the space that are left."""
+    """The state of one call to ``plan``: the remaining time of each edge, and the remaining space."""
 
     def __init__(self, machine: Machine, now: float) -> None:
         self.promotions: list[Promotion] = []
@@ -160,14 +174,14 @@ class _Planning:
         self._places = [now] * min(machine.host_pages or 0, 1 << 20)
 
     def stay(self, retained: Retained) -> None:
-        """Reserve space in HBM for the retained pages that are there, as long as any is left."""
+        """Reserve HBM slots for those retained pages that are in HBM now, until no slot is left."""
         for key, tier in zip(retained.keys, retained.tiers, strict=False):
             if tier == Tier.HBM and key not in self._there and self._room > 0:
                 self._there[key] = (self._now, self._now)
                 self._room -= 1
 
     def serve(self, want: Want) -> Outcome:
-        """Plan one want: take the time and the space that its pages need."""
+        """Plan one want, and reserve the time and space that its pages need."""
         tried = self._try(want)
         load, done = self._choose(want, tried)
         self._commit(want, tried, load)
@@ -176,9 +190,9 @@ class _Planning:
         return Outcome(load, max(tried.there[:load], default=self._now), done)
 
     def _try(self, want: Want) -> _Try:
-        """Return a trial schedule for a want.
+        """Return a trial schedule for a want, without reserving anything.
 
-        Pages in host memory are loaded before those still to be read.
+        Pages that are in host memory are loaded before pages that must first be read from disk.
         """
         tried = _Try()
         room = self._room
@@ -230,9 +244,11 @@ class _Planning:
         tried.steps = [step for step in tried.steps if step.index < length]
 
     def _choose(self, want: Want, tried: _Try) -> tuple[int, float]:
-        """Return how many pages of the prefix to load so that the prompt is done first, and when it is done.
+        """Choose how many pages to load so that the prompt is complete as soon as possible.
 
-        If several numbers of pages are equally fast, it is the largest of them.
+        Returns:
+            The number of pages to load, and the time at which the prompt is complete. If several numbers give
+                the same time, this is the largest of them.
         """
         compute, total = self._machine.compute, len(want.keys)
         there = read = best_done = self._now
@@ -263,9 +279,9 @@ class _Planning:
         self._emit(want, steps)
 
     def _stage(self, want: Want, first: int) -> None:
-        """Plan reads into host memory for the pages from ``first`` on, for which HBM has no space.
+        """Plan reads into host memory for pages from ``first`` on, which do not fit into HBM.
 
-        Each of them keeps its place in host memory for the rest of the plan.
+        Each page keeps its place in host memory for the rest of the plan.
         """
         steps = []
         for i in range(first, len(want.tiers) if self._machine.host_pages else 0):
@@ -280,7 +296,7 @@ class _Planning:
         self._emit(want, steps)
 
     def _emit(self, want: Want, steps: list[_Step]) -> None:
-        """Add a promotion for each run of consecutive pages in ``steps``, of up to ``PIECE_PAGES`` pages."""
+        """Add promotions for ``steps``, one for each run of up to ``PIECE_PAGES`` consecutive pages."""
         self.planned += len(steps)
         for src in sorted({step.src for step in steps}):
             run: list[_Step] = []

@@ -1,9 +1,9 @@
 """The prefetcher: a thread that reads a store's hints, plans, and asks the store to promote pages in time.
 
-It uses the public interface of the store and holds no pages, no lease and no lock. Without a prefetcher every
-request is still served, only later. The store decides which pages may be displaced, and starts nothing for a
-withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work: in each turn it reads
-hints, plans if a plan is due, and starts the promotions that can start.
+It uses only the public interface of the store, holds no pages or leases, and takes none of the store's locks.
+Without a prefetcher, every request is still served, but may wait longer. The store decides which pages may be
+displaced, and starts nothing for a withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work. In
+each turn it reads hints, makes a new plan if one is due, and starts the promotions that can start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 from math import inf
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
@@ -24,6 +24,7 @@ from prefetch.promotions import PromotionQueue
 from prefetch.types import Machine, Retained, Want
 from tierstore.config import PrefetchConfig
 from tierstore.errors import StoreClosed
+from tierstore.threads import Worker
 from tierstore.types import Tier, require_time, seconds_to_wait
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
 
 
 def section(figures: dict[str, object], name: str) -> dict[str, Any]:
-    """Return the mapping ``figures[name]``. TypeError if it is not a mapping."""
+    """Return the mapping ``figures[name]``.
+
+    Raises:
+        TypeError: The value is not a mapping.
+    """
     found = figures[name]
     if not isinstance(found, dict):
         raise TypeError(f"stats()[{name!r}] must be a mapping, got {found!r}")
@@ -45,7 +50,11 @@ def section(figures: dict[str, object], name: str) -> dict[str, Any]:
 
 
 def number(figures: dict[str, object], name: str) -> float:
-    """Return the number ``figures[name]``. TypeError if it is not a number."""
+    """Return the number ``figures[name]``.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
     found = figures[name]
     if not isinstance(found, int | float):
         raise TypeError(f"stats()[{name!r}] must be a number, got {found!r}")
@@ -53,14 +62,14 @@ def number(figures: dict[str, object], name: str) -> float:
 
 
 _WAVE_S = 0.1
-"""Most seconds of copies in flight.
+"""Time in seconds that the copies in flight may take together.
 
-A lease acquired in the meantime waits for them about this long at most.
+A lease that is acquired meanwhile has to wait for them, so this is about the longest time that it waits.
 """
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
 _PLAN_SHARE = 10.0
-"""The pause between two plans, as a multiple of the time that a plan took."""
+"""The pause between two plans, as a multiple of the time that making the first one took."""
 _BUSY_S = 0.002
 _BLOCKED_S = 0.02
 _IDLE_S = 0.25
@@ -69,17 +78,20 @@ _PLAN_REQUESTS = 256
 _FIRST_PAGES = 256
 """Number of pages to plan first if nothing is in flight.
 
-The rest is planned while these pages cross the link.
+The complete plan is made while these pages are being copied.
 """
 _PASSES = 3
-"""Number of promotions that later ones may overtake because they cannot start yet.
+"""Number of promotions at the head of the queue that may be skipped because they cannot start yet.
 
-An example is a load of pages that are still being read from disk.
+For example, pages that are still being read from disk cannot be loaded into HBM yet.
 """
 
 
 class PrefetchLoop:
-    """The expected requests of a store and the promotions planned for them. Not thread-safe."""
+    """The work of a prefetcher: keeps the expected requests of a store, plans, and starts promotions.
+
+    Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -100,13 +112,13 @@ class PrefetchLoop:
         self._top = tiers[0]
         self._promoted_to = [tier for tier in tiers[:-1] if tier <= Tier.HOST]
         self._most_in_flight = config.pages_in_flight(self._page_nbytes)
-        most = min(self._most_in_flight, PIECE_PAGES)  # until the first plan
+        most = min(self._most_in_flight, PIECE_PAGES)  # the limit until the first plan
         self._promotions = PromotionQueue(store, most, passes=_PASSES, clock=clock)
         self._staged: set[PageKey] = set()
         self._kept = KeptPages(self._promotions, self._promoted_to)
         self._plan_at = self._planned_at = -inf
         self._soonest = inf
-        """Earliest time to plan again without a new hint, once every planned promotion is in flight.
+        """Earliest time of the next plan if no new hint arrives and all planned promotions have started.
 
         It is inf after a plan without promotions.
         """
@@ -115,14 +127,11 @@ class PrefetchLoop:
 
     @property
     def in_flight(self) -> int:
-        """Return how many pages promotions were moving when the store was last called."""
+        """Number of pages that were being promoted at the last call to the store."""
         return self._promotions.in_flight
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start promotions.
-
-        Returns the seconds until the next turn is useful. Not thread-safe.
-        """
+        """Read hints, make a new plan if one is due, and start promotions. See ``Prefetcher.turn``."""
         fresh = self._take(timeout_s)
         now = self._clock()
         self.expected.expire(now)
@@ -145,7 +154,7 @@ class PrefetchLoop:
             started += self._start(tier)
         if now >= self._plan_at:
             return 0.0
-        if started:  # the current plan still makes progress
+        if started:  # the current plan is still making progress
             self._plan_at = max(self._plan_at, min(now + _PLAN_AGAIN_S, self._planned_at + _IDLE_S))
         if started or self.in_flight:
             if not self._promotions:
@@ -164,9 +173,10 @@ class PrefetchLoop:
         return not (self.in_flight or self._promotions)
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """Plan only the first pages if there are many, so that the link does not wait for the whole plan.
+        """If there are many pages, plan only the first ones, so that copies start before the complete plan is made.
 
-        This first plan uses free slots only, because only the whole plan shows which pages to displace.
+        The first plan uses only free slots. The complete plan, which follows in the next turn, decides which
+        pages to displace.
         """
         first, rest = expected[0], sum(len(each.hint.keys) for each in expected[1:])
         tiers = section(self._store.stats(), "tiers")
@@ -204,7 +214,7 @@ class PrefetchLoop:
     def _take_over(
         self, found: Plan, hints: tuple[Hint, ...], ranks: dict[str, int], machine: Machine
     ) -> None:
-        """Replace the waiting promotions with those of a new plan, and set the queue's limit by the rates."""
+        """Replace the queued promotions with those of a new plan, and update the queue's limit."""
         self._promotions.clear()
         for promotion in found.promotions:
             rank = ranks[promotion.request_id]
@@ -224,9 +234,10 @@ class PrefetchLoop:
         )
 
     def _machine(self, staged: int) -> Machine:
-        """Return the measured rates, and the space for expected requests and pages that stay in HBM.
+        """Return the measured rates and the available space, for the planner.
 
-        ``staged`` pages in host memory were read by the prefetcher and are not counted as space.
+        ``staged`` is the number of pages that the prefetcher has read into host memory and that are still
+        there. The space that they take is not available.
         """
         tiers, rates = section(self._store.stats(), "tiers"), self._store.rates()
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
@@ -244,9 +255,10 @@ class PrefetchLoop:
         )
 
     def _start(self, tier: Tier) -> int:
-        """Start the next promotions into a tier, as far as limits allow.
+        """Start the next promotions to a tier, within the limits.
 
-        Returns the number of pages started.
+        Returns:
+            The number of pages whose promotion was started.
         """
         found = self._promotions.advance(tier)
         for each in found:
@@ -262,7 +274,10 @@ class PrefetchLoop:
             self._staged.update(keys)
 
     def _note_misses(self, expected: list[Expected], now: float) -> None:
-        """Count requests that are due before all their readable pages are in HBM, once per hint revision."""
+        """Count requests whose deadline passed before all their readable pages were in HBM.
+
+        Each revision of a hint is counted once.
+        """
         due = [each for each in expected if each.deadline <= now]
         marks = {(each.hint.request_id, each.hint.revision): each.hint for each in due}
         for mark, hint in marks.items():
@@ -273,7 +288,7 @@ class PrefetchLoop:
 
 
 def _soon(expected: list[Expected]) -> list[Expected]:
-    """Return the first requests to plan for, limited by their number and by their total number of pages."""
+    """Return the first expected requests, up to a limit on their number and on their number of pages."""
     pages, found = 0, []
     for each in expected[:_PLAN_REQUESTS]:
         if pages > 2 * _PLAN_PAGES:
@@ -290,14 +305,14 @@ _AFTER_FAULT_S = 0.25
 
 
 class Prefetcher:
-    """Promotes the pages that ``will_need`` hints name.
+    """A thread that promotes the pages of ``will_need`` hints before they are needed.
 
-    ``attach`` starts its thread. A store has at most one.
+    Call ``attach`` to create a prefetcher and start its thread. A store has at most one prefetcher.
 
     Args:
         store: The store to serve.
-        config: Limits; by default the store's ``prefetch`` section.
-        compute: The cost of computing pages on this machine. Without it, pages are always loaded.
+        config: The limits. By default, the ``prefetch`` section of the store's configuration.
+        compute: The cost of computing pages on this machine. None: computing is never preferred to loading.
         clock: Returns the time in seconds. Tests replace it.
     """
 
@@ -313,22 +328,28 @@ class Prefetcher:
         self._loop = PrefetchLoop(store, self._config, compute, clock)
         self._faults = 0
         self._closing = Event()
-        self._thread: Thread | None = None
+        self._thread: Worker | None = None
 
     @classmethod
     def attach(
         cls, store: TierStore, *, config: PrefetchConfig | None = None, compute: Compute | None = None
     ) -> Prefetcher:
-        """Start a prefetcher with the limits of the store's ``prefetch`` section, or of ``config``.
+        """Create a prefetcher for ``store`` and start its thread.
 
-        From now on the store defers ``will_need`` hints to the prefetcher, until the prefetcher is closed.
-        Its thread ends when the store is closed.
+        From now on, until the prefetcher is closed, the store accepts ``will_need`` hints and passes them to
+        the prefetcher. The thread ends when the prefetcher or the store is closed.
+
+        Args:
+            store: The store to serve.
+            config: The limits. By default, the ``prefetch`` section of the store's configuration.
+            compute: The cost of computing pages on this machine. None: computing is never preferred to
+                loading.
 
         Raises:
-            ValueError: Another prefetcher is attached to the store; each hint would reach only one of them.
+            ValueError: A prefetcher is attached to the store already. Each hint would reach only one of them.
         """
         prefetcher = cls(store, config, compute)
-        prefetcher._thread = Thread(target=prefetcher._run, name="tierstore-prefetcher", daemon=True)
+        prefetcher._thread = Worker(prefetcher._run, name="tierstore-prefetcher")
         with _attaching:
             if any(other._store is store and other._serves for other in _attached):
                 raise ValueError("the store already has a prefetcher: close it before you attach another")
@@ -337,17 +358,20 @@ class Prefetcher:
         return prefetcher
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread. The store rejects ``will_need`` hints again; copies in flight continue.
+        """Stop the thread and detach from the store, which rejects ``will_need`` hints from then on.
 
-        Idempotent and thread-safe. May be called before or after the store is closed. ``timeout_s`` limits
-        the wait for the thread.
+        Copies in flight continue. Idempotent and thread-safe. May be called before or after the store is
+        closed.
+
+        Args:
+            timeout_s: Longest time to wait for the thread, in seconds.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         first = not self._closing.is_set()
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if first:  # a second call must not take the hints from a prefetcher attached later
+        if first:  # a second call must not detach a prefetcher that was attached later
             with suppress(StoreClosed):
                 self._store.reject_hints()
 
@@ -360,10 +384,17 @@ class Prefetcher:
         self.close()
 
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
-        """Wait until every readable page of the prefix is in HBM, or until ``by`` on the event loop's clock.
+        """Wait until all pages of the longest readable prefix of ``keys`` are in HBM, or until ``by``.
 
-        Returns the number of leading pages that are in HBM. The call pins no page, so a lease may find fewer.
-        It starts no copy: give a hint first.
+        The call starts no copy, so give a hint first. It pins no page, so a lease that is acquired afterwards
+        may find fewer pages in HBM.
+
+        Args:
+            keys: The keys of a sequence.
+            by: The time at which to stop waiting, in seconds on the event loop's clock (``loop.time()``).
+
+        Returns:
+            The number of pages that are in HBM, counted from the first key without a gap.
 
         Raises:
             StoreClosed: The store is closed.
@@ -381,9 +412,12 @@ class Prefetcher:
             await asyncio.sleep(min(_POLL_S, max(0.0, by - loop.time())))
 
     def stats(self) -> dict[str, object]:
-        """Return counters: bytes started per edge, expected and rejected requests, missed deadlines, faults.
+        """Return the limits and the counters of the prefetcher.
 
-        ``prefetch_bytes`` in ``TierStore.stats`` tells which of these bytes were used.
+        ``read_bytes`` and ``loaded_bytes`` are the bytes whose promotion to HOST and to HBM was started.
+        ``prefetch_bytes`` in the counters of ``TierStore.stats`` shows how many prefetched bytes were used.
+        ``turned_away`` counts requests that were dropped because too many were expected, ``deadline_misses``
+        requests whose pages were not all in HBM in time, and ``faults`` unexpected errors.
         """
         loop = self._loop
         return {
@@ -399,10 +433,16 @@ class Prefetcher:
         }
 
     def turn(self, timeout_s: float) -> float:
-        """Read hints, waiting up to ``timeout_s`` for one, plan if due, and start promotions.
+        """Read hints, make a new plan if one is due, and start promotions.
 
-        Returns the seconds until the next turn is useful. Not thread-safe: an attached prefetcher's thread
-        calls this method, and nothing else may.
+        Not thread-safe. If the prefetcher is attached, only its thread may call this method.
+
+        Args:
+            timeout_s: Longest time to wait for a hint, in seconds.
+
+        Returns:
+            The ``timeout_s`` for the next turn: the number of seconds after which there is work to do even
+                without a new hint.
         """
         return self._loop.turn(timeout_s)
 
@@ -417,24 +457,24 @@ class Prefetcher:
                 pause = self.turn(pause)
             except StoreClosed:
                 return
-            except Exception:  # noqa: BLE001 - a thread's top: count it, log it once, go on
+            except Exception:  # noqa: BLE001 - a thread's top: count errors, log the first
                 if not self._faults:
-                    _log.exception("the prefetcher met an unexpected error")
+                    _log.exception("unexpected error in the prefetcher's thread; it continues (logged once)")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
-        # close() may have timed out before this thread's last take_hints attached the prefetcher again.
+        # If close() timed out, a later take_hints of this thread may have attached the prefetcher again.
         with suppress(StoreClosed):
             self._store.reject_hints()
 
 
 _attaching = Lock()
 _attached: WeakSet[Prefetcher] = WeakSet()
-"""Attached prefetchers, guarded by ``_attaching``.
+"""All attached prefetchers of this process. Protected by ``_attaching``.
 
-Weak, so that the set keeps no prefetcher or store alive.
+The references are weak, so that the set keeps no prefetcher or store alive.
 """
 
 
 def _configured(figures: dict[str, object]) -> PrefetchConfig:
-    """Return the ``prefetch`` section of the store's configuration, as in ``stats``, or the defaults."""
+    """Return the ``prefetch`` section of the configuration in a store's ``stats``, or the defaults."""
     return PrefetchConfig.model_validate(section(figures, "config").get("prefetch", {}))

@@ -1,10 +1,10 @@
-"""The queue of pages to promote ahead of need, with its limit on pages in flight.
+"""The queue of pages to promote, with a limit on pages in flight.
 
-A caller adds the pages of a hint that it wants in a tier (``want``), drops those of a hint (``over``), and
-starts as many as the limit allows (``advance``). The prefetcher refills its queue with each plan, in a thread
-of its own; the vLLM scheduler adds requests as they come and calls ``advance`` once per step. The queue pins
-no page and holds no lock. The store decides which pages to displace, starts nothing for a withdrawn hint
-(``TierStore.promote``), and counts which of the promoted bytes are used.
+A caller adds pages of a hint that it wants in a tier (``want``), removes all waiting pages of a hint
+(``over``), and starts as many promotions as the limit allows (``advance``). The prefetcher refills its queue
+with each plan, in its own thread. The vLLM scheduler adds requests as they arrive and calls ``advance`` once
+per step. The queue pins no pages and has no lock. The store decides which pages to displace, starts nothing
+for a withdrawn hint (``TierStore.promote``), and counts how many of the promoted bytes are used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey, Promoted
 
 _NEXT_AT = 0.6
-"""Share of the time that one half takes on the link after which the other half may start.
+"""Fraction of the time that it takes to copy one half of the window, after which the other half may start.
 
-With a much smaller share both halves would join one wave.
+With a much smaller fraction, both halves would be copied in one wave.
 """
 
 
 class LoadWindow:
-    """Limits pages in flight to HBM in two halves: the second is started while the first crosses the link.
+    """A limit on the pages in flight to HBM, in two halves.
 
-    Pages loaded by layer groups end together, at the end of a wave (``tierstore.gpu.copy_queue``). If pages
-    were started only when others end, the link would idle until the next wave begins. The caller gives the
-    time.
+    The second half is started while the first is being copied. Pages that are loaded in groups of layers
+    arrive together, at the end of a wave (``tierstore.gpu.copy_queue``). If new loads were started only after
+    that, the link would be idle until the next wave starts. This class reads no clock: callers pass the time.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,14 @@ class LoadWindow:
         self._pages = 0
 
     def room(self, now: float, arriving: int, most: int, page_s: float) -> int:
-        """Return how many pages may be started now.
+        """Return how many more page loads to HBM may start now. If the result is 0 or negative, none may.
+
+        Opens the next half of the window if it is due.
 
         Args:
-            now: The time in seconds.
-            arriving: Number of pages in flight to HBM.
-            most: Most pages in flight to HBM at once.
+            now: Current time in seconds, on a monotonic clock.
+            arriving: Number of pages in flight to HBM now.
+            most: Maximum number of pages in flight to HBM. The window is not split if it is small.
             page_s: Seconds per page on the link, 0 if unknown.
         """
         if most < 2 * PIECE_PAGES:
@@ -63,15 +65,18 @@ class LoadWindow:
         return min(most // 2 - self._pages, most - arriving)
 
     def started(self, pages: int) -> None:
-        """Count ``pages`` started pages in the current half."""
+        """Record that loads of ``pages`` pages were started in the current half of the window."""
         self._pages += pages
 
 
 class Started(NamedTuple):
     """The result of one ``TierStore.promote`` call for a want.
 
-    ``covered`` are the pages that are now in the tier or in flight to it, ``started`` those whose promotion
-    this call started. ``in_force`` is False if the hint has ended; its wants are then dropped.
+    Attributes:
+        hint: The hint of the want.
+        covered: Keys of the want's pages that are now in the tier or in flight to it.
+        started: Keys of the pages whose promotion was started by this call.
+        in_force: False if the hint has ended. The queue has then removed all its wants.
     """
 
     hint: Hint
@@ -82,7 +87,7 @@ class Started(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """A call of ``want``: pages ``keys[done:]`` still wait.
+    """The pages that one call to ``want`` has added. Those in ``keys[done:]`` are still waiting.
 
     Pages of the hints in ``later`` may be displaced.
     """
@@ -98,15 +103,16 @@ _NOBODY = Hint("", 0, ())
 
 
 class PromotionQueue:
-    """Wanted pages by tier, started in order while at most ``most`` pages are in flight. Not thread-safe.
+    """The pages that wait to be promoted to each tier, and the limit on pages in flight.
 
-    A want ends when each of its pages is in the tier or in flight to it, when its hint has ended, when its
-    next page is not readable in any tier, or with ``over``. Copies in flight continue.
+    A want is the set of pages added by one call to ``want``. It leaves the queue when all its pages are in
+    the tier or in flight to it, when its hint has ended, when its next page is not readable in any tier, or
+    when ``over`` is called. Copies in flight then continue. Not thread-safe.
 
     Args:
         store: The store whose pages are promoted.
-        most: Most pages in flight at once. May be changed at any time.
-        passes: Number of wants that may be skipped in one ``advance`` because they cannot start yet.
+        most: Maximum number of pages in flight. The attribute may be changed at any time.
+        passes: Number of wants at the head of the queue that ``advance`` may skip if they cannot start yet.
         clock: Returns the time in seconds. Tests replace it.
     """
 
@@ -115,12 +121,9 @@ class PromotionQueue:
     ) -> None:
         self.most = most
         self.load_s = 0.0
-        """Seconds per page into HBM, 0 if unknown.
-
-        Sets how soon the second half of ``most`` follows the first.
-        """
+        """Seconds that the link takes to load one page into HBM, 0 if unknown. See ``LoadWindow.room``."""
         self.in_flight = 0
-        """Number of pages that promotions of the store were moving when the store was last called."""
+        """Number of pages that the store was promoting at the last call to it."""
         self._store = store
         self._passes = passes
         self._clock = clock
@@ -130,16 +133,16 @@ class PromotionQueue:
         self._window = LoadWindow()
 
     def __bool__(self) -> bool:
-        """Return whether pages wait to be started."""
+        """Return whether any page is waiting for its promotion to start."""
         return bool(self._left)
 
     @property
     def tiers(self) -> list[Tier]:
-        """Return the tiers that pages wait for, the fastest first."""
+        """The tiers to which pages are waiting to be promoted, fastest first."""
         return sorted(tier for tier, wants in self._wants.items() if wants)
 
     def left(self, hint: Hint) -> int:
-        """Return how many pages of the hint wait to be started."""
+        """Return how many pages of the hint are waiting for their promotion to start."""
         return self._left[_mark(hint)]
 
     def want(
@@ -154,10 +157,10 @@ class PromotionQueue:
         """Add pages of a ``will_need`` hint that are to be promoted to ``tier``. Starts nothing.
 
         Args:
-            hint: The hint in force.
-            keys: The pages, in the order in which they are started.
-            tier: The tier to promote them to.
-            later: Hints whose pages may be displaced, those of the last one first.
+            hint: The hint, which must be active.
+            keys: The pages, in the order in which to promote them.
+            tier: The destination.
+            later: Hints whose pages may be displaced. Pages of the last hint are displaced first.
             order: Wants with a lower value start earlier. Wants with equal values start in the order of the
                 calls.
         """
@@ -168,29 +171,30 @@ class PromotionQueue:
         self._left[_mark(hint)] += len(keys)
 
     def over(self, hint: Hint) -> None:
-        """Drop all waiting pages of the hint. Does nothing if no page of it waits."""
+        """Remove all waiting pages of the hint from the queue, if there are any."""
         mark = _mark(hint)
         if self._left.pop(mark, 0):
             for wants in self._wants.values():
                 wants[:] = [want for want in wants if _mark(want.hint) != mark]
 
     def clear(self) -> None:
-        """Drop all waiting pages."""
+        """Remove all waiting pages from the queue."""
         self._wants.clear()
         self._left.clear()
 
     def keep(
         self, hint: Hint, keys: Sequence[PageKey], tier: Tier, later: Sequence[Hint]
     ) -> Sequence[PageKey]:
-        """Ask the store now to keep pages in a tier that they are in.
+        """Ask the store to keep pages in the tier where they already are.
 
-        A page that has left the tier in the meantime is promoted again, even beyond ``most`` pages in flight.
+        A page that has been evicted from this tier in the meantime is promoted again, even if more than
+        ``most`` pages are then in flight.
 
         Args:
-            hint: The hint for which the store keeps them.
+            hint: The hint for which the store keeps the pages.
             keys: The pages, at most ``planner.PIECE_PAGES``.
-            tier: The tier that they are in.
-            later: As for ``want``.
+            tier: The tier in which to keep them.
+            later: Hints whose pages may be displaced, as in ``want``.
 
         Returns:
             The longest prefix of ``keys`` whose pages are in the tier or in flight to it.
@@ -198,21 +202,21 @@ class PromotionQueue:
         return keys[: self._promote(hint, keys, tier, later).covered]
 
     def look(self, tier: Tier) -> None:
-        """Update the numbers of pages in flight from the store. Starts nothing."""
+        """Ask the store how many pages are in flight, in all and to ``tier``. Starts nothing."""
         if self.in_flight:
             self._promote(_NOBODY, (), tier, ())
 
     def advance(self, tier: Tier, most: int | None = None) -> list[Started]:
-        """Start the pages that wait for ``tier``, in order, as far as the limit and the store allow.
+        """Start promotions of the pages that wait for ``tier``, in order, within the limits.
 
-        At most ``passes`` wants that cannot start yet are skipped.
+        At most ``passes`` wants that cannot start yet are skipped. Wants that are finished leave the queue.
 
         Args:
-            tier: The tier to promote pages to.
-            most: Most pages to start in this call. None sets no further limit.
+            tier: The destination.
+            most: Maximum number of pages whose promotion this call starts. None: only the other limits apply.
 
         Returns:
-            One ``Started`` for each call of the store.
+            One ``Started`` for each call to ``TierStore.promote``.
         """
         if self.most - self.in_flight < PIECE_PAGES:
             self.look(tier)
@@ -255,7 +259,7 @@ class PromotionQueue:
         return found
 
     def _note(self, want: _Want, pages: int) -> None:
-        """Count ``pages`` more pages of a want as settled: nothing has to be started for them any more."""
+        """Record that ``pages`` more pages of a want no longer wait."""
         want.done += pages
         mark = _mark(want.hint)
         self._left[mark] -= pages

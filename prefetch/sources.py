@@ -1,8 +1,9 @@
-"""Helpers that give hints for many requests: those of a queue, a list of documents, or the turns of sessions.
+"""Helpers that give hints for many requests: a queue, a list of documents, or the turns of sessions.
 
-``Waiting`` expects each request of a queue after those before it. ``ahead`` expects the next documents of a
-batch. ``Sessions`` expects the next turn of a session after its usual pause. Each hint has a higher revision
-than the last one of its name. A closed store is not an error.
+``Waiting`` gives hints for the requests of a queue, which start one after another. ``ahead`` gives hints for
+the next documents of a batch. ``Sessions`` gives a hint for the next turn of each session, after the
+session's usual pause. The name of a hint is its ``request_id``. Each hint has a higher revision than the previous
+hint with the same name. If the store is closed, hints have no effect and raise no exception.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def expect(
     priority: int = 0,
     ttl_s: float | None = None,
 ) -> bool:
-    """Hint that these pages are needed in ``in_s`` seconds. Returns whether a prefetcher takes the hint."""
-    # The revision comes from a clock, since the caller may have given hints of this name before.
+    """Give a ``will_need`` hint for pages that are needed in ``in_s`` seconds.
+
+    Returns:
+        Whether the hint was queued for a prefetcher.
+    """
+    # The revision is a time in ns, so that it exceeds that of any earlier hint with this name.
     hint = Hint(name, monotonic_ns(), tuple(keys), deadline_s=max(0.0, in_s), priority=priority, ttl_s=ttl_s)
     with suppress(StoreClosed):
         return store.hint(hint) is HintResult.DEFERRED
@@ -45,36 +50,36 @@ def expect(
 
 
 def end(store: TierStore, name: str) -> None:
-    """Withdraw the hint of this name."""
+    """Withdraw the hint with this name."""
     with suppress(StoreClosed):
         store.hint(Hint(name, monotonic_ns(), ()))
 
 
 KNOWN = 3
-"""Number of pauses to observe in a session before its next turn is expected.
+"""Number of pauses that a session must have had before its next turn is predicted.
 
-Fewer mostly give wrong guesses.
+With fewer pauses, most predictions are wrong.
 """
 
 OVERDUE_S = 2.0
-"""Seconds for which a turn is still expected after its expected time."""
+"""Time in seconds for which a turn is still expected after its predicted start."""
 
 _LAST = 32
 
 
 class Pauses:
-    """The last 32 pauses of one session, in seconds."""
+    """The last 32 pauses between the turns of one session, in seconds."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_LAST)
 
     def note(self, seconds: float) -> None:
-        """Add a pause. A negative one, which overlapping turns cause, counts as 0."""
+        """Add a pause. A negative pause, which results from overlapping turns, counts as 0."""
         self._seconds.append(max(0.0, seconds))
 
     @property
     def expected_s(self) -> float | None:
-        """Return the median of the pauses, or None if there are fewer than ``KNOWN``."""
+        """The median of the pauses, or None if there are fewer than ``KNOWN``."""
         return median(self._seconds) if len(self._seconds) >= KNOWN else None
 
 
@@ -88,12 +93,16 @@ class _Session:
 
 
 class Sessions:
-    """Predicts the next turn of each session from the pauses between its turns, and hints it.
+    """A source of hints for chat sessions: predicts each session's next turn from its earlier pauses.
 
-    It pins no pages.
+    The expected pause is the median of the last 32 pauses of the session, once there are at least three.
+    Pages are never pinned. If there are more than 65,536 sessions, the session without a turn for the longest
+    time is forgotten. Thread-safe.
 
-    The prediction is the median of the last 32 pauses of the session, once there are at least three. If there
-    are more than 65,536 sessions, the one that was inactive for the longest time is forgotten. Thread-safe.
+    Args:
+        store: The store to give hints to.
+        name: Prefix of the hints' names. It is followed by a space and the session ID.
+        clock: Returns the time in seconds. Tests replace it.
     """
 
     def __init__(
@@ -106,7 +115,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def began(self, session_id: str) -> None:
-        """Note that a turn of the session begins, which ends its pause."""
+        """Record that a turn of the session has started, which ends the pause."""
         with self._lock:
             session = self._known(session_id)
             if session.ended is not None:
@@ -114,15 +123,17 @@ class Sessions:
                 session.ended = None
 
     def ended(self, session_id: str, keys: Sequence[PageKey], ttl_s: float) -> float:
-        """Note that a turn has ended. Returns for how many seconds to retain its pages.
-
-        The result is ``ttl_s``, or the time until 2 s after the expected next turn if that is shorter and a
-        prefetcher takes the hint. The method may be called again for the same turn.
+        """Record that a turn has ended, and predict the next one. May be called again for the same turn.
 
         Args:
-            session_id: The session.
-            keys: The pages that the next turn begins with.
-            ttl_s: Seconds for which to retain the pages if the next turn cannot be predicted.
+            session_id: ID of the session.
+            keys: The pages that the next turn starts with.
+            ttl_s: Number of seconds for which to retain the pages if the next turn cannot be predicted.
+
+        Returns:
+            The number of seconds for which to retain the pages. If a prefetcher has accepted a hint for the next
+                turn, this is the time until 2 s after the predicted start of that turn, but at most ``ttl_s``.
+                Otherwise, it is ``ttl_s``. The caller gives the ``retain`` hint itself.
 
         Raises:
             TypeError, ValueError: ``ttl_s`` is not a duration.
@@ -139,13 +150,16 @@ class Sessions:
         return until if taken else ttl_s
 
     def expected_s(self, session_id: str) -> float | None:
-        """Return the expected seconds from the end of a turn to the next one, or None if unknown."""
+        """Return the expected pause in seconds before the session's next turn, or None if it is unknown."""
         with self._lock:
             session = self._sessions.get(session_id)
             return None if session is None else session.pauses.expected_s
 
     def forget(self, session_id: str) -> None:
-        """Note that the session is over: no more promotions start for it. Idempotent."""
+        """Forget a session that is over, and withdraw its hint, so that no more promotions start for it.
+
+        Idempotent.
+        """
         with self._lock:
             known = self._sessions.pop(session_id, None)
         if known is not None:
@@ -163,12 +177,12 @@ class Sessions:
 
 
 _LEARN = 0.25
-"""Weight of the newest interval in the moving average of the pace."""
+"""Weight of the latest interval between two starts in the moving average that is the pace."""
 _MOVED = 0.25
-"""A request is hinted again once its expected start has moved by this share of the time that is left."""
+"""Hints are renewed once an expected start has moved by this fraction of the time that remains until it."""
 _MOVED_S = 0.05
 _PATIENCE_S = 600.0
-"""Seconds for which a request is still expected after its expected start if nothing in the queue moves."""
+"""Number of seconds for which a request's hint lasts beyond the expected start, if no request starts."""
 
 
 @dataclass(slots=True)
@@ -181,12 +195,19 @@ class _Request:
 
 
 class Waiting:
-    """Hints for a queue of requests, in the order in which they will start. It pins no pages.
+    """A source of hints for a queue of requests, in the order in which they will start.
 
-    The request at position n is expected after n times the pace. The pace is a moving average of the
-    intervals between starts, beginning with ``pace_s``. Only the first ``most`` requests are hinted. The
-    others are hinted when they move up. Not thread-safe. On a closed store, or without a prefetcher, the
-    hints have no effect.
+    The request at position n, counted from 0, is expected to start after n times the pace. The pace is a
+    moving average of the intervals between starts. Only the first ``most`` requests have hints; the others
+    get theirs when they move up. Pages are never pinned. On a closed store or without a prefetcher, hints
+    have no effect. Not thread-safe.
+
+    Args:
+        store: The store to give hints to.
+        name: Prefix of the hints' names. It is followed by a space and the request ID.
+        pace_s: Initial value of the pace, in seconds.
+        most: Number of requests at the head of the queue that have hints.
+        clock: Returns the time in seconds. Tests replace it.
     """
 
     def __init__(
@@ -200,7 +221,7 @@ class Waiting:
     ) -> None:
         require_finite("pace_s", pace_s)
         self.pace_s = pace_s
-        """The pace: expected seconds between starts."""
+        """The pace: expected number of seconds between starts."""
         self._store = store
         self._name = name
         self._most = whole("most", most)
@@ -214,20 +235,26 @@ class Waiting:
     def add(
         self, request_id: str, keys: Sequence[PageKey], *, priority: int = 0, starts_in_s: float = 0.0
     ) -> None:
-        """Append a request that will not start for at least ``starts_in_s`` seconds.
+        """Append a request to the queue. It gets a hint now if it is among the first ``most`` requests.
+
+        Args:
+            request_id: ID of the request.
+            keys: The keys of the pages that it needs.
+            priority: Priority of its hint.
+            starts_in_s: Minimum time until the request starts, in seconds.
 
         Raises:
             ValueError: The request is already waiting, or ``starts_in_s`` is not a time.
         """
         require_time("starts_in_s", starts_in_s)
         if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is waiting already")
+            raise ValueError(f"request {request_id!r} is already waiting")
         now = self._clock()
         self._requests[request_id] = _Request(tuple(keys), priority, now + starts_in_s, now)
         self._tell(now)
 
     def started(self, request_id: str) -> None:
-        """Note that a request has its lease, or needs none: end its hint and move the others up.
+        """Remove a request that has its lease, or needs none. Its hint ends, and later requests move up.
 
         Raises:
             KeyError: The request is not waiting.
@@ -240,7 +267,11 @@ class Waiting:
         self._tell(now)
 
     def withdraw(self, request_id: str) -> None:
-        """Remove a request that will not start, and end its hint. KeyError if the request is not waiting."""
+        """Remove a request that will not start, and end its hint.
+
+        Raises:
+            KeyError: The request is not waiting.
+        """
         self._leave(request_id)
         self._tell(self._clock())
 
@@ -264,9 +295,9 @@ class Waiting:
         return request
 
     def _tell(self, now: float) -> None:
-        """Give hints for new requests, and for all hinted ones if expected starts have moved.
+        """Give hints for new requests, and renew all hints if expected starts have changed.
 
-        A request is never expected before one that is ahead of it in the queue, however the pace changes.
+        Even if the pace changes, no request is expected before a request that is ahead of it in the queue.
         """
         times = self._times(now)
         moved = any(
@@ -286,7 +317,7 @@ class Waiting:
             last = max(last, request.told or last)
 
     def _times(self, now: float) -> list[tuple[tuple[str, _Request], float]]:
-        """Return the first ``most`` requests of the queue with their expected starts."""
+        """Return the first ``most`` requests of the queue, each with the time at which it is expected to start."""
         found, at = [], now
         for place, item in zip(range(self._most), self._requests.items(), strict=False):
             at = max(at, item[1].not_before, now + place * self.pace_s)
@@ -309,18 +340,21 @@ def ahead(
     name: str = "batch",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[_Document]:
-    """Yield the documents one by one. Each is hinted while up to ``window`` documents before it are in use.
+    """Yield the documents one by one, and give hints for the next ``window`` documents.
 
-    The current document stays hinted until the next one is requested, so acquire its lease first. When the iterator
-    ends or is closed, all hints end.
+    The current document keeps its hint until the next one is requested, so acquire its lease before that.
+    When the iterator ends or is closed, all hints end.
 
     Args:
         store: The store to give hints to.
-        documents: The documents. They are read only as far as the window reaches.
-        keys_of: Returns the page keys of a document. Called once per document, before its turn.
-        window: Number of documents to hint ahead, at least 1.
-        name: Prefix of the hints' names. Two batches at the same time need different prefixes.
+        documents: The documents. The iterable is read no further ahead than the window.
+        keys_of: Returns the page keys of a document. Called once per document, when it enters the window.
+        window: Number of documents after the current one for which to give hints, at least 1.
+        name: Prefix of the hints' names. Concurrent batches need different prefixes.
         clock: Returns the time in seconds. Tests replace it.
+
+    Returns:
+        An iterator over ``documents``, in the same order.
 
     Raises:
         ValueError: ``window`` is less than 1.

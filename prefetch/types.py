@@ -1,4 +1,4 @@
-"""Plain data: input and output of the planner. Times are in seconds on the clock of the planner's ``now``."""
+"""Input and output types of the planner. Times are in seconds, on the clock of the ``now`` passed to ``plan``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Compute:
             require_finite(f"Compute.{name}", getattr(self, name))
 
     def seconds(self, first: int, stop: int) -> float:
-        """Return the seconds to compute pages ``[first, stop)`` of a prompt, given those before them."""
+        """Return how long it takes to compute pages ``[first, stop)`` of a prompt, in seconds.
+
+        K and V of the pages before ``first`` must be available.
+        """
         return self.page_s * (stop - first) + self.square_s * (stop * stop - first * first)
 
 
@@ -33,13 +36,13 @@ class Compute:
 class Machine:
     """The rates and the space that the planner can use.
 
-    ``read_s`` is the time in seconds to read a page from NVMe, ``load_s`` the time to load one from host
-    memory into HBM; 0 means unknown.
-
-    ``hbm_pages`` is the number of pages in HBM that retained pages and expected requests may take.
-    ``host_pages`` is the number that requests may take in host memory on the way to HBM; None means that
-    there is no host tier and reads go directly into HBM. With ``compute`` None, the planner never prefers
-    computing a page to loading it.
+    Attributes:
+        read_s: Time in seconds to read a page from NVMe, 0 if unknown.
+        load_s: Time in seconds to load a page from host memory into HBM, 0 if unknown.
+        hbm_pages: Number of HBM slots that retained pages and expected requests may occupy.
+        host_pages: Number of host slots that pages on the way to HBM may occupy. None: there is no
+            host tier, and pages are read directly into HBM.
+        compute: Cost of computing pages. None: computing is never preferred to loading.
     """
 
     read_s: float
@@ -53,10 +56,13 @@ class Machine:
 class Want:
     """An expected request.
 
-    ``keys`` are those of the full pages of its prompt. ``tiers`` has the tier of each page of the prefix that
-    can be read now. ``deadline`` is the time at which the request is expected to start, inf if that is
-    unknown. If deadlines are equal, the want with the higher ``priority`` goes first; if priorities are equal
-    too, the one earlier in the list.
+    Attributes:
+        request_id: ID of the request.
+        keys: The keys of the full pages of its prompt.
+        tiers: The fastest tier of each page, for the prefix of ``keys`` that is readable now.
+        deadline: The time at which the request is expected to start, inf if unknown.
+        priority: Among wants with equal deadlines, those with a higher priority are served first. If
+            priorities are equal too, wants are served in the order in which they were given.
     """
 
     request_id: str
@@ -68,9 +74,9 @@ class Want:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Pages that are needed again by ``until``.
+    """Pages that are needed again by the time ``until``.
 
-    Those in HBM keep their space there, unless wants with an earlier deadline need all of it.
+    Those that are in HBM keep their slots there, unless wants with earlier deadlines need all of HBM.
     """
 
     keys: tuple[PageKey, ...]
@@ -79,9 +85,9 @@ class Retained:
 
 
 class Promotion(NamedTuple):
-    """A planned copy of consecutive pages of one request along one edge, from ``starts`` to ``ends``.
+    """A planned copy of consecutive pages of one request from ``src`` to ``dst``.
 
-    It has at most ``planner.PIECE_PAGES`` pages.
+    The copy takes place from time ``starts`` to time ``ends``. It has at most ``planner.PIECE_PAGES`` pages.
     """
 
     request_id: str
@@ -93,13 +99,13 @@ class Promotion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The plan for a want: ``load`` pages of its prefix will be in HBM.
+    """The plan for a want.
 
-    The rest is computed, or waits for space.
-
-    ``ready`` is the time at which those ``load`` pages are in HBM, ``done`` the time at which the whole
-    prompt is computed. Without a deadline, or if the compute time is unknown, ``done`` is ``ready`` or the
-    deadline, whichever is later.
+    Attributes:
+        load: Length of the prefix that will be in HBM. The remaining pages are computed, or wait for space.
+        ready: The time at which all pages of that prefix are in HBM.
+        done: The time at which the whole prompt is computed. Without a deadline or a compute cost, this is
+            the later of ``ready`` and the deadline.
     """
 
     load: int
@@ -109,7 +115,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of the planner: promotions in the order of their starts, and an outcome per request ID."""
+    """The result of the planner: promotions in order of their starts, and an outcome for each request ID."""
 
     promotions: tuple[Promotion, ...]
     outcomes: Mapping[str, Outcome]

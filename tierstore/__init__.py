@@ -1,4 +1,4 @@
-"""TierStore keeps the KV cache of a language model in tiers: HBM, host memory and NVMe.
+"""TierStore keeps the KV cache of a language model in several tiers: HBM, host memory and NVMe.
 
 Public names are imported on first use, so ``import tierstore`` imports neither torch nor lmdb.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierstore.watch import Watch
 
     __version__: str
-    """The version of the installed distribution."""
+    """Version of the installed package."""
 
 __all__ = [
     "ArchiveError",

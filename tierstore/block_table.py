@@ -1,14 +1,15 @@
-"""Map a sequence's tokens to slots: forks that share pages, rollback, sliding windows. Metadata only.
+"""Block tables: they map a sequence's tokens to slots, with rollback, sliding windows, and forks that share pages.
 
-A page of a table is in one of three states:
+Each page of a table is in one of three states:
 
-    sealed    owned by the store and read-only; a lease keeps it in its slot, the table only points at it
-    private   owned by this family of tables; writable while exactly one table points at it
-    dropped   behind the window; its slot is NO_PAGE
+    sealed    owned by the store and read-only; the table refers to its slot, which a lease keeps in place
+    private   owned by this family of tables; writable if exactly one table refers to it
+    dropped   outside the sliding window; its slot is NO_PAGE
 
-A family is a sequence and its forks. Writing into a sealed or shared page copies it first (copy-on-write, as in vLLM's
-PagedAttention, Kwon et al. 2023). Tables know tokens and slots, not tiers, keys or bytes. Not thread-safe: use a family
-from one thread at a time.
+A family consists of a sequence and its forks. A sealed or shared page is copied before it is written
+(copy-on-write, as in vLLM's PagedAttention, Kwon et al. 2023). A table contains only metadata: it maps tokens
+to slots, and knows nothing of tiers, keys or bytes. Not thread-safe: use all tables of a family from one
+thread at a time.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 NO_PAGE = -1
-"""Slot of a page that was dropped behind the window."""
+"""Slot of a page that was dropped because it is outside the sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """A copy from slot to slot that the caller must make before it writes."""
+    """A copy from slot ``src`` to slot ``dst``, which the caller must perform before it writes to ``dst``."""
 
     src: int
     dst: int
 
 
 class PrivateSlots:
-    """Slots that a family of tables owns, with the number of tables that point at each."""
+    """The private slots of a family of tables, with the number of tables that refer to each slot."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
@@ -44,23 +45,31 @@ class PrivateSlots:
         return slot in self._holders
 
     def sole(self, slot: int) -> bool:
-        """Return whether the slot is private and exactly one table points at it."""
+        """Return whether the family owns the slot and exactly one table refers to it."""
         return self._holders.get(slot) == 1
 
     def take(self, slot: int) -> None:
-        """Add a slot to the family. ValueError if the family owns it already."""
+        """Add a slot to the family, with one table that refers to it.
+
+        Raises:
+            ValueError: The family owns the slot already.
+        """
         if slot in self._holders:
-            raise ValueError(f"slot {slot} is owned by this family already")
+            raise ValueError(f"slot {slot} is already owned by this family of tables")
         self._holders[slot] = 1
 
     def share(self, slots: Iterable[int]) -> None:
-        """Count one more table for these slots; sealed and dropped pages are ignored."""
+        """Record that one more table refers to each of these slots. Slots that the family does not own are ignored."""
         for slot in slots:
             if slot in self._holders:
                 self._holders[slot] += 1
 
     def let_go(self, slots: Iterable[int]) -> list[int]:
-        """Count one table less for these slots. Return the slots without any table left, which the family gives up."""
+        """Record that one table fewer refers to each of these slots. Slots that the family does not own are ignored.
+
+        Returns:
+            The slots that no table refers to any more. The family no longer owns them.
+        """
         unused = []
         for slot in slots:
             if slot in self._holders:
@@ -71,74 +80,81 @@ class PrivateSlots:
         return unused
 
     def hand_over(self, slot: int) -> None:
-        """Give a slot to the store. ValueError unless exactly one table points at it."""
+        """Transfer ownership of a slot to the store.
+
+        Raises:
+            ValueError: The family does not own the slot, or several tables refer to it.
+        """
         if not self.sole(slot):
-            raise ValueError(f"slot {slot} cannot be sealed: it is not owned by exactly one table")
+            raise ValueError(f"slot {slot} cannot be sealed: it must be owned by exactly one table")
         del self._holders[slot]
 
 
 class BlockTable:
-    """The slots of one sequence: page ``i`` holds tokens ``[i * page_size, (i + 1) * page_size)`` in ``slots[i]``.
+    """The slots of one sequence.
 
-    Methods that free slots return each freed slot once; the caller returns them to the store.
+    The page in ``slots[i]`` contains tokens ``[i * page_size, (i + 1) * page_size)``. Methods that free slots
+    return each freed slot once. The caller must give these slots back to the store.
     """
 
     def __init__(self, page_size: int, private: PrivateSlots | None = None) -> None:
-        """Make an empty sequence, in the family that owns ``private``, or in a new one."""
+        """Create the table of an empty sequence, in the family that owns ``private`` or in a new family."""
         self.page_size = page_size
         self.slots: list[int] = []
         self.num_tokens = 0
-        """Tokens whose KV is written, tokens dropped behind the window included."""
+        """Number of tokens whose K and V are written, including tokens whose pages were dropped."""
         self.first_page = 0
         """Number of the first page that was not dropped."""
         self.generation = 0
-        """Number of ``clear`` calls; a ``seal`` that was started before the last one is refused."""
+        """Number of ``clear`` calls so far. ``seal`` rejects a generation from before the last call."""
         self.private = PrivateSlots() if private is None else private
 
     def reuse(self, slots: Sequence[int], first_page: int = 0) -> None:
-        """Start an empty table with full, sealed pages.
+        """Fill an empty table with full, sealed pages that the store already has.
 
         Args:
-            slots: Slots of pages ``first_page`` and later.
-            first_page: Number of the first page inside the window; earlier pages count as dropped.
+            slots: Slots of the pages from ``first_page`` on.
+            first_page: Number of the first page inside the sliding window. Earlier pages count as dropped.
 
         Raises:
             ValueError: The table is not empty.
         """
         if self.slots or self.num_tokens:
-            raise ValueError("reuse needs an empty table, this one has pages")
+            raise ValueError("reuse needs an empty table, but this one has pages")
         self.first_page = first_page
         self.slots = [NO_PAGE] * first_page + list(slots)
         self.num_tokens = len(self.slots) * self.page_size
 
     def missing_slots(self, stop: int, first: int | None = None) -> int:
-        """Return how many slots ``extend`` needs: for new pages, and for copies of sealed or shared pages."""
+        """Return the number of slots that ``extend(stop, ..., first)`` needs, for new pages and for copies."""
         return max(0, self._pages(stop) - len(self.slots)) + len(self._to_copy(stop, first))
 
     def extend(self, stop: int, new: Sequence[int], first: int | None = None) -> list[PageCopy]:
-        """Make tokens ``[first, stop)`` writable. ``num_tokens`` does not change: call ``advance`` after writing.
+        """Make tokens ``[first, stop)`` writable. After writing them, call ``advance``.
 
         Args:
-            stop: End of the tokens to write.
-            new: Free slots, as many as ``missing_slots`` says; private to this table from now on.
-            first: Start of the tokens to write, ``num_tokens`` by default; a lower value overwrites tokens.
+            stop: End of the range of tokens to write.
+            new: Free slots, exactly ``missing_slots(stop, first)``. They become private to this table.
+            first: Start of the range, by default ``num_tokens``. A lower value overwrites tokens.
 
         Returns:
-            Copies that the caller must make before it writes.
+            Copies that the caller must perform before it writes.
 
         Raises:
-            ValueError: Wrong number of slots, a slot that is owned already or given twice, or tokens behind the window.
-                Nothing has changed then.
+            ValueError: The number of slots is wrong, a slot is owned already or given twice, or the range
+                starts outside the window or beyond ``num_tokens``. Nothing has changed.
         """
         if len(new) != self.missing_slots(stop, first):
-            raise ValueError(f"extend needs {self.missing_slots(stop, first)} slots, got {len(new)}")
+            raise ValueError(f"extend needs {self.missing_slots(stop, first)} new slots, got {len(new)}")
         if len(set(new)) < len(new) or any(slot in self.private for slot in new):
-            raise ValueError(f"extend needs slots that are free and different, got {list(new)}")
+            raise ValueError(
+                f"extend needs new slots that differ and are not in use, got {', '.join(map(str, new))}"
+            )
         fresh = list(new)
         copies = []
         for page in self._to_copy(stop, first):
             copies.append(PageCopy(self.slots[page], fresh.pop()))
-            # The source is sealed, or another table points at it too, so releasing it frees no slot.
+            # The source page is sealed, or another table refers to it too, so this frees no slot.
             self.private.let_go([self.slots[page]])
             self.private.take(copies[-1].dst)
             self.slots[page] = copies[-1].dst
@@ -148,31 +164,47 @@ class BlockTable:
         return copies
 
     def place(self, position: int) -> tuple[int, int]:
-        """Return slot and offset of the token at ``position``. ValueError behind the window or past the last page."""
+        """Return the slot that contains the token at ``position``, and the token's offset in the page.
+
+        Raises:
+            ValueError: The position is in a dropped page or beyond the last page.
+        """
         if not self.first_page * self.page_size <= position < len(self.slots) * self.page_size:
             raise ValueError(
-                f"position {position} is in no page of this sequence, whose pages hold tokens "
-                f"{self.first_page * self.page_size} to {len(self.slots) * self.page_size - 1}"
+                f"position {position} is outside the pages of this sequence, which start at token "
+                f"{self.first_page * self.page_size} and end before token {len(self.slots) * self.page_size}"
             )
         return self.slots[position // self.page_size], position % self.page_size
 
     def advance(self, num_tokens: int) -> None:
-        """Declare the KV of all tokens before ``num_tokens`` written. ValueError if the pages cannot hold them."""
+        """Record that K and V of the first ``num_tokens`` tokens of the sequence are written.
+
+        Args:
+            num_tokens: Total number of tokens, including those that were written before.
+
+        Raises:
+            ValueError: ``num_tokens`` is lower than before, or exceeds the pages of the table.
+        """
         if not self.num_tokens <= num_tokens <= len(self.slots) * self.page_size:
             raise ValueError(
-                f"cannot advance from {self.num_tokens} to {num_tokens} tokens in {len(self.slots)} pages"
+                f"num_tokens must be between {self.num_tokens} (already written) and "
+                f"{len(self.slots) * self.page_size} (space in {len(self.slots)} pages), got {num_tokens}"
             )
         self.num_tokens = num_tokens
 
     def truncate(self, num_tokens: int) -> list[int]:
-        """Keep only the first ``num_tokens`` tokens, as after rejected speculative tokens. Return freed slots.
+        """Keep only the first ``num_tokens`` tokens, for example after speculative tokens were rejected.
+
+        Returns:
+            The freed slots.
 
         Raises:
-            ValueError: The tokens end inside a dropped page or beyond the sequence. Nothing has changed then.
+            ValueError: ``num_tokens`` ends in a dropped page or exceeds the sequence. Nothing has changed.
         """
         if not self.first_page * self.page_size <= num_tokens <= self.num_tokens:
             raise ValueError(
-                f"truncate needs {self.first_page * self.page_size} to {self.num_tokens} tokens, got {num_tokens}"
+                f"num_tokens must be between {self.first_page * self.page_size} (the first token of a page that was "
+                f"not dropped) and {self.num_tokens} (already written), got {num_tokens}"
             )
         self.num_tokens = num_tokens
         keep = self._pages(num_tokens)
@@ -181,9 +213,13 @@ class BlockTable:
         return freed
 
     def drop_before(self, position: int) -> list[int]:
-        """Drop pages that end at or before ``position``, which no token reads any more. Return freed slots.
+        """Drop pages that end at or before ``position``, because no token will read them any more.
 
-        A position beyond ``num_tokens`` counts as ``num_tokens``: a page that is still to be written stays.
+        A position beyond ``num_tokens`` counts as ``num_tokens``, so that a page that is still to be written
+        is kept.
+
+        Returns:
+            The freed slots.
         """
         stop = min(position, self.num_tokens) // self.page_size
         if stop <= self.first_page:
@@ -195,10 +231,13 @@ class BlockTable:
         return freed
 
     def sealable(self, num_tokens: int | None = None) -> range:
-        """Return the run of full pages that only this table owns, starting at the first page that is not sealed.
+        """Return the numbers of the full pages that can be sealed next.
+
+        These are consecutive pages, starting with the first private page. They end before the first page that
+        is sealed, shared with another table, or only partly filled.
 
         Args:
-            num_tokens: Ignore pages that end beyond this many tokens; ``self.num_tokens`` by default.
+            num_tokens: Ignore pages that end beyond this number of tokens, by default ``self.num_tokens``.
         """
         full = min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens) // self.page_size
         first = next((i for i in range(self.first_page, full) if self.slots[i] in self.private), full)
@@ -206,20 +245,26 @@ class BlockTable:
         return range(first, stop)
 
     def seal(self, first: int, slots: Sequence[int], generation: int) -> bool:
-        """Mark pages from ``first`` on as sealed: the store owns them, in ``slots``.
+        """Mark pages as sealed after a ``put``: the store now owns them, in the slots that it returned.
+
+        Args:
+            first: Number of the first page.
+            slots: The slots of this page and the following ones, as returned by ``TierStore.put``.
+            generation: The value of ``generation`` when the put was started.
 
         Returns:
-            False if ``generation`` is from before the last ``clear``; nothing has changed then.
+            False if the table was cleared after the put was started. In this case nothing has changed.
 
         Raises:
-            ValueError: A page was not owned by this table alone.
+            ValueError: A page is sealed already or shared with another table.
         """
         if generation != self.generation:
             return False
         mine = self.slots[first : first + len(slots)]
         if len(mine) != len(slots) or not all(self.private.sole(slot) for slot in mine):
             raise ValueError(
-                f"pages {first} to {first + len(slots) - 1} cannot be sealed: not all are owned by this table alone"
+                f"pages {first} to {first + len(slots) - 1} cannot be sealed: at least one does not exist, is sealed "
+                "already, or is shared with another table"
             )
         for slot in mine:
             self.private.hand_over(slot)
@@ -227,9 +272,10 @@ class BlockTable:
         return True
 
     def fork(self) -> BlockTable:
-        """Return a second sequence of the family that shares all pages of this one.
+        """Return the table of a second sequence, in the same family, that shares all pages of this one.
 
-        Pages that ``extend`` made writable are shared now: call ``extend`` again before writing in either.
+        Pages that ``extend`` made writable are now shared, so call ``extend`` again before writing to either
+        sequence.
         """
         other = BlockTable(self.page_size, self.private)
         other.slots, other.num_tokens, other.first_page = list(self.slots), self.num_tokens, self.first_page
@@ -237,7 +283,11 @@ class BlockTable:
         return other
 
     def clear(self) -> list[int]:
-        """Release all pages because the sequence ended or was preempted. Return freed slots."""
+        """Release all pages because the sequence has finished or was preempted.
+
+        Returns:
+            The freed slots.
+        """
         freed = self.private.let_go(self.slots)
         self.slots, self.num_tokens, self.first_page = [], 0, 0
         self.generation += 1
@@ -247,11 +297,12 @@ class BlockTable:
         return -(-num_tokens // self.page_size)
 
     def _to_copy(self, stop: int, first: int | None) -> list[int]:
-        """Return existing pages with tokens of ``[first, stop)`` that are sealed or shared."""
+        """Return the numbers of existing pages with tokens in ``[first, stop)`` that are sealed or shared."""
         start = self.num_tokens if first is None else first
         if not self.first_page * self.page_size <= start <= self.num_tokens:
             raise ValueError(
-                f"writing must start at token {self.first_page * self.page_size} to {self.num_tokens}, got {start}"
+                f"the first token to write must be from {self.first_page * self.page_size} to {self.num_tokens}, "
+                f"got {start}"
             )
         pages = range(start // self.page_size, min(self._pages(stop), len(self.slots)))
         return [page for page in pages if not self.private.sole(self.slots[page])] if stop > start else []

@@ -1,7 +1,8 @@
-"""Build the parts of a store from a configuration and the page geometry, bottom up, or raise one clear error.
+"""Builds the parts of a store from a configuration and a page layout.
 
-First the configuration is checked for consistency, and against the pages and the machine. This opens and allocates
-nothing, and a ConfigError names the key, its value and what to do.
+First, the configuration is checked for contradictions, and against the pages and the machine. These checks
+open and allocate nothing. A failed check raises a ConfigError that names the key, its value and a remedy.
+Then the tiers are opened.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 
 from tierstore.codecs import LOSS_CLASSES, saves
 from tierstore.codecs.host_format import HostFormat
-from tierstore.config import exact_size
 from tierstore.directory.directory import Directory
 from tierstore.directory.residency import TierTable
 from tierstore.errors import ConfigError
@@ -34,7 +34,7 @@ from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout
 from tierstore.policy import Known, WriteBudget, make_admission, make_history, make_policy
 from tierstore.policy.registry import doubling_depth
-from tierstore.types import Tier, TierDescription
+from tierstore.types import Tier, TierDescription, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,43 +50,43 @@ _fitting_log = logging.getLogger("tierstore.fitting")
 
 
 def owns_hbm(config: StoreConfig) -> bool:
-    """Return whether the store, not an engine, owns HBM."""
+    """Return whether the store, rather than an engine, owns HBM."""
     return config.hbm is not None and config.hbm.owner == "store"
 
 
 def check_sections(config: StoreConfig, layout: PageLayout) -> None:
-    """Raise ConfigError for sections that contradict each other, these pages, or this machine's devices."""
+    """Raise ConfigError if the sections contradict each other, or do not suit the pages or the machine."""
     if config.page_size is not None and config.page_size != layout.page_size:
         raise ConfigError(
             f"page_size must be {layout.page_size}, as in the PageSpec, or be left out, got {config.page_size}"
         )
     if config.hbm is None and config.host is None and config.nvme is None:
         raise ConfigError(
-            "the configuration names no tier; add at least one of the sections hbm, host and nvme"
+            "the configuration has no tier; add at least one of the sections hbm, host and nvme"
         )
     if not owns_hbm(config) and config.host is None:
         raise ConfigError(
-            "host is missing: a store without HBM of its own serves an engine and copies through host memory; "
-            "add a host section with a capacity, or an hbm section"
+            "host is missing: a store without HBM of its own copies an engine's pages through host memory; add a host "
+            "section with a capacity, or an hbm section if the store is to have its own HBM"
         )
     if config.hbm is not None:
         require_device(config.hbm.device)
         if config.hbm.device != "cpu" and config.host is None and config.nvme is not None:
             raise ConfigError(
-                f"host is missing: pages go between hbm.device {config.hbm.device!r} and the disk through host memory; "
-                "add a host section with a capacity"
+                f"host is missing: pages are copied between hbm.device {config.hbm.device!r} and the disk through host "
+                "memory; add a host section with a capacity"
             )
     held_form(config, layout)
     if config.host is not None and config.host.codec != "none" and config.nvme is not None:
         allowed = allowed_over(config.host.codec)
         if config.nvme.codec not in allowed:
             raise ConfigError(
-                f"nvme.codec must be one of {', '.join(allowed)} with host.codec {config.host.codec!r}, because pages "
-                f"reach the disk in the form they have in host memory, got {config.nvme.codec!r}"
+                f"nvme.codec must be one of {', '.join(allowed)} with host.codec {config.host.codec!r}, got "
+                f"{config.nvme.codec!r}: pages are written to disk in the form that they have in host memory"
             )
     if config.prefetch is not None:
         _fitting_log.info(
-            "the prefetch section has its effect once prefetch.Prefetcher.attach(store) was called"
+            "the prefetch section has no effect until prefetch.Prefetcher.attach(store) is called"
         )
     if config.host is not None and config.host.pin == "always" and not torch.cuda.is_available():
         raise ConfigError(
@@ -95,7 +95,11 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
 
 
 def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
-    """Return how host memory holds pages. Raises ConfigError if the codec does not suit them."""
+    """Return the format of pages in host memory.
+
+    Raises:
+        ConfigError: The codec of host memory does not support these pages.
+    """
     codec = "none" if config.host is None else config.host.codec
     try:
         return HostFormat.of(codec, layout)
@@ -104,14 +108,23 @@ def held_form(config: StoreConfig, layout: PageLayout) -> HostFormat:
 
 
 def slots_of(section: str, capacity: int | None, pages: PageLayout | HostFormat) -> int | None:
-    """Return the pages of a memory tier, or None without a capacity. Raises ConfigError if not even one fits."""
+    """Return the number of pages that fit into a memory tier, or None if ``capacity`` is None.
+
+    Args:
+        section: Name of the tier's section, for the error message.
+        capacity: Size of the tier in bytes.
+        pages: The format of the pages in the tier.
+
+    Raises:
+        ConfigError: The capacity is less than one page.
+    """
     if capacity is None:
         return None
     nbytes = pages.page_nbytes
     slots = capacity // nbytes
     if slots == 0:
         raise ConfigError(
-            f"{section}.capacity must be at least one page, {nbytes} bytes, got {capacity} bytes"
+            f"{section}.capacity must hold at least one page of {exact_size(nbytes)}, got {exact_size(capacity)}"
         )
     return slots
 
@@ -127,9 +140,10 @@ def check_memory(layout: PageLayout, hbm_slots: int | None, held: HostFormat, ho
     if free is None or total <= free.nbytes:
         return
     keys = [key for key, nbytes in wanted.items() if nbytes]
+    raise_limit = "raise the limit, " if "control group" in free.limit else ""
     raise ConfigError(
         f"{' and '.join(keys)} {'needs' if len(keys) == 1 else 'need'} {exact_size(total)} of memory, but "
-        f"{free.described()}; lower {' or '.join(keys)}, raise the limit, or end what uses the memory"
+        f"{free.described()}; lower {' or '.join(keys)}, {raise_limit}or free memory used by other programs"
     )
 
 
@@ -139,8 +153,8 @@ def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDe
     if hbm_slots is None or available is None or hbm_slots * layout.slot_nbytes <= available:
         return
     raise ConfigError(
-        f"hbm.capacity needs {hbm_slots * layout.slot_nbytes} bytes of device memory, but only {available} bytes are "
-        "free; lower it"
+        f"hbm.capacity needs {exact_size(hbm_slots * layout.slot_nbytes)} of device memory, but only "
+        f"{exact_size(available)} are free; lower hbm.capacity or free device memory"
     )
 
 
@@ -152,39 +166,39 @@ _NO_TIERS: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = MappingProxyTy
 
 
 class HostSlots(Protocol):
-    """What a directory needs to know about host memory."""
+    """The properties of host memory that the directory needs."""
 
     @property
     def num_slots(self) -> int:
-        """Number of pages that fit."""
+        """Number of slots, each of which holds one page."""
         ...
 
     @property
     def held(self) -> HostFormat:
-        """The form of its pages."""
+        """Format of the pages in host memory."""
         ...
 
 
 class Records(Protocol):
-    """What a directory needs to know about a tier of records."""
+    """The properties of a record tier that the directory needs."""
 
     @property
     def record_nbytes(self) -> int:
-        """Largest cost of one page's record."""
+        """Largest size of one page's record, in bytes."""
         ...
 
     @property
     def budget_nbytes(self) -> int:
-        """Limit of the sum of record bytes."""
+        """Maximum total size of all records, in bytes."""
         ...
 
     def records(self) -> Iterable[tuple[PageKey, PageKey | None, int]]:
-        """Return key, parent and bytes on disk of each stored record."""
+        """Return the key, the parent and the stored size in bytes of each record."""
         ...
 
 
 class OpenedRecords(Records, RecordTier, Protocol):
-    """A tier of records in this process, for a directory and for a mover."""
+    """A record tier that this process has opened, as the directory and the mover use it."""
 
 
 @dataclass
@@ -192,9 +206,10 @@ class Parts:
     """The parts of a store.
 
     Attributes:
-        pool: The store's HBM; None if an engine owns HBM.
-        held: How host memory holds pages.
-        ranks: Health of the processes that hold the bytes; None if this process does.
+        pool: The store's HBM, or None if an engine owns HBM.
+        held: The format of pages in host memory.
+        ranks: Returns the health of each rank, if other processes store the bytes. None if this process
+            stores them.
     """
 
     layout: PageLayout
@@ -209,7 +224,9 @@ class Parts:
     ranks: Callable[[], Mapping[int, RankHealth]] | None = None
 
     def close(self) -> None:
-        """Close every tier of a store that could not be built."""
+        """Undo a failed construction: close every tier, and remove the files that were created."""
+        if self.nvme is not None:
+            self.nvme.retract(_CLOSE_S)
         if self.mover.close(_CLOSE_S) and self.arena is not None:
             self.arena.close()
 
@@ -219,12 +236,15 @@ def assemble(
     layout: PageLayout,
     wake: Callable[[], None],
     lower: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = _NO_TIERS,
+    *,
+    name: str = "",
 ) -> Parts:
     """Open every tier that the configuration names.
 
     Args:
-        lower: Further tiers of records, opened by the caller. They hold pages in the form of the slowest memory tier,
-            and are closed with the others.
+        lower: Further record tiers that the caller has opened, with the Tier as key. They store pages in the
+            format of the slowest memory tier. They are closed together with the other tiers.
+        name: Display name of the model, stored in the marker file of the NVMe directory.
 
     Raises:
         ConfigError: A tier cannot be opened. Nothing is left open or changed.
@@ -242,9 +262,9 @@ def assemble(
         if host_slots is not None and config.host is not None:
             arena = _arena(config, config.host, layout, host_slots)
             undone.callback(arena.close)
-        nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake)
+        nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake, name)
         if nvme is not None:
-            undone.callback(nvme.close, _CLOSE_S)
+            undone.callback(nvme.retract, _CLOSE_S)
         metrics = Metrics()
         if arena is not None:
             metrics.watch_pinned(arena.pinned_nbytes)
@@ -260,7 +280,7 @@ def assemble(
 
 
 def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) -> RankHealth:
-    """Return what one process got of the memory, routes and disk that it asked for. Thread-safe."""
+    """Return the health of this process: device, copy routes, pinned memory and disk. Thread-safe."""
     found = device.stats()
     slow = found["slow_copies"]
     return RankHealth(
@@ -278,22 +298,23 @@ def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) ->
 def register_pages(
     config: StoreConfig, parts: Parts, pages: tuple[EnginePages, ...], wake: Callable[[], None]
 ) -> None:
-    """Register the tensors of an engine.
+    """Register an engine's tensors as the HBM slots of a store, and open the copy engine for them.
 
     Raises:
-        ConfigError: The store owns HBM, the tensors do not fit, or some are registered already.
+        ConfigError: The store owns HBM, the tensors do not fit, or tensors are registered already.
     """
     outgoing = parts.directory.outgoing
     if parts.directory.owns_hbm or parts.arena is None:
         raise ConfigError("register needs hbm.owner: engine, but the store owns HBM here")
     if outgoing.num_slots:
-        raise ConfigError("register was called twice; an engine's pages are registered once per store")
+        raise ConfigError("register was already called; an engine registers its tensors once per store")
     pool = parts.device.register(parts.layout, pages)
     capacity = None if config.hbm is None else config.hbm.capacity
     nbytes = pool.num_slots * parts.layout.page_nbytes
     if capacity is not None and nbytes > capacity:
         raise ConfigError(
-            f"the engine's pages take {nbytes} bytes, but hbm.capacity is {capacity} bytes; raise it or leave it out"
+            f"the engine's pages take {exact_size(nbytes)}, but hbm.capacity is {exact_size(capacity)}; raise "
+            "hbm.capacity or leave it out"
         )
     assert isinstance(parts.mover, LocalMover)
     parts.mover.attach(parts.device.open_copies(Between(pool, parts.arena, wake)))
@@ -309,7 +330,7 @@ def make_directory(
     metrics: Metrics,
     lower: Mapping[Tier, tuple[TierDescription, Records]] = _NO_TIERS,
 ) -> Directory:
-    """Make a directory for tiers of these sizes, with the pages that the disk and other tiers of records hold."""
+    """Create a directory for these tiers, and add the pages that the record tiers already contain."""
     records = dict(lower)
     if disk is not None:
         lossy = loss_class(config) != EXACT
@@ -348,12 +369,13 @@ def _mover(
 
 
 def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:
-    """Allocate host memory, page-locked if the configuration asks for it.
+    """Allocate host memory, and pin it if the configuration requests that.
 
-    A first part is page-locked now and the rest in the background, or all of it now with ``pin: always``.
+    With ``pin: always``, all memory is pinned before the function returns. With ``pin: auto``, only the first
+    part is, and the rest is pinned in the background.
 
     Raises:
-        ConfigError: ``pin`` is ``always``, and page-locking failed.
+        ConfigError: ``pin`` is ``always``, and the memory could not be pinned.
     """
     device = "cpu" if config.hbm is None else config.hbm.device
     if host.pin == "never" or (host.pin == "auto" and device == "cpu"):
@@ -367,7 +389,7 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
         why = arena.refused
         arena.close()
         raise ConfigError(
-            f"host.pin is 'always', but page-locking {arena.nbytes} bytes failed: {why}; "
+            f"host.pin is 'always', but page-locking {exact_size(arena.nbytes)} failed: {why}; "
             "raise the limit, or set host.pin to auto or never"
         )
     return arena
@@ -375,7 +397,11 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's cyclic collector: walking a million new objects again and again takes half of the opening time."""
+    """Pause Python's cyclic garbage collector.
+
+    Without this pause, the collector traverses the objects of a million pages again and again, which takes half
+    of the time that opening a store needs.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -385,11 +411,11 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _open_nvme(config: NvmeConfig, held: HostFormat, wake: Callable[[], None]) -> NvmeTier:
+def _open_nvme(config: NvmeConfig, held: HostFormat, wake: Callable[[], None], name: str) -> NvmeTier:
     layout = held.layout
     if config.codec != "none" and not saves(config.codec, layout):
         _log.warning(
-            "nvme.codec is %r, which saves nothing of pages of %s; what does: %s",
+            "nvme.codec is %r, which does not make pages of %s smaller; codecs that do: %s",
             config.codec,
             " and ".join(dict.fromkeys(spec.dtype for spec in layout.specs)),
             ", ".join(name for name in LOSS_CLASSES if saves(name, layout)) or "no codec",
@@ -401,7 +427,7 @@ def _open_nvme(config: NvmeConfig, held: HostFormat, wake: Callable[[], None]) -
         shard=layout.shard,
         page_nbytes=layout.blob_nbytes,
         wake=wake,
-        description={"groups": [asdict(spec) for spec in layout.specs]},
+        description={"groups": [asdict(spec) for spec in layout.specs]} | ({"name": name} if name else {}),
         readers=None if config.readers == "auto" else config.readers,
         timeout_s=config.timeout,
         payload=config.payload,
@@ -419,7 +445,7 @@ def _known(
     pool: OwnPool | None,
     nvme: Records | None,
 ) -> Known | None:
-    """Return what the policies of a configuration may use, or None if they need nothing."""
+    """Return the page history and the recompute cost for the policies, or None if no policy needs them."""
     sections = [section for section in (config.hbm, config.host, config.nvme) if section is not None]
     names = [section.policy for section in sections] + [config.nvme.admission if config.nvme else "all"]
     pages = sum(memory.num_slots for memory in (arena, pool) if memory is not None)
@@ -430,7 +456,7 @@ def _known(
 
 
 def loss_class(config: StoreConfig) -> str:
-    """Return the loss class of pages that went through all tiers. It is part of the key namespace."""
+    """Return the loss class of pages that pass through all tiers. It is part of every key."""
     return LOSS_CLASSES[config.codec]
 
 

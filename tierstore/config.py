@@ -1,7 +1,7 @@
-"""Read and check the configuration: YAML or a mapping becomes frozen models.
+"""The configuration: frozen models, loaded from a YAML file or a mapping.
 
-A parser of one value raises ValueError with a noun phrase, what the value must be; ``load_config`` turns it into a
-ConfigError that names the file, the key and the value.
+The parser of a value raises a ValueError whose message says only what the value must be, such as "true or
+false". ``load_config`` turns it into a ConfigError that names the file, the key and the value.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -31,17 +31,19 @@ _TIMES = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "min": 
 
 _A_SIZE = 'a size from 1 byte to less than 8 EiB, such as 1048576, "1e9", "10GB" or "24GiB"'
 _A_TIME = 'a duration above 0 and up to an hour with its unit, such as "200ms", "1.5s" or "1min"'
+_FLAGS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false"}
 _A_SHARE = "a number above 0 and up to 1"
 
 
 def parse_size(value: object) -> int:
-    """Return a size in bytes. GB and the like are powers of 1000, GiB and the like powers of 1024.
+    """Return a size in bytes. KB, MB and so on are powers of 1000; KiB, MiB and so on are powers of 1024.
 
     Args:
-        value: A number of bytes, or text with an optional unit in any case; a fraction of a byte is dropped.
+        value: A number of bytes, or text with an optional unit in upper or lower case. The result is rounded
+            down to whole bytes.
 
     Raises:
-        ValueError: The value is not a size; the text says what it must be.
+        ValueError: The value is not a size. The message says what it must be.
     """
     nbytes = _quantity(value, _SIZES, _A_SIZE)
     if not 1 <= nbytes < 1 << 63:
@@ -53,11 +55,11 @@ def parse_seconds(value: object) -> float:
     """Return a duration in seconds.
 
     Args:
-        value: A number of seconds, or text with one of the units us, ms, s and min. Text without a unit is refused:
-            ``flush: 200`` in a file may mean 200 s or 200 ms.
+        value: A number of seconds, or text with one of the units us, ms, s and min. Text without a unit is
+            rejected, because the author of ``flush: 200`` could mean 200 s or 200 ms.
 
     Raises:
-        ValueError: The value is not a duration; the text says what it must be.
+        ValueError: The value is not a duration. The message says what it must be.
     """
     units = _TIMES if isinstance(value, str) else {"": Decimal(1)}
     seconds = float(_quantity(value, units, _A_TIME))
@@ -67,7 +69,11 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_share(value: object) -> float:
-    """Return a share of a whole, above 0 and at most 1. ValueError says what the value must be."""
+    """Return a fraction above 0 and at most 1.
+
+    Raises:
+        ValueError: The value is not such a fraction. The message says what it must be.
+    """
     share = float(_quantity(value, {"": Decimal(1)}, _A_SHARE))
     if not 0 < share <= 1:
         raise ValueError(_A_SHARE)
@@ -75,43 +81,40 @@ def parse_share(value: object) -> float:
 
 
 def parse_readers(value: object) -> int | Literal["auto"]:
-    """Return a number of reader threads, or "auto". ValueError says what the value must be."""
+    """Return a number of reader threads, or "auto".
+
+    Raises:
+        ValueError: The value is neither "auto" nor an allowed number. The message says what it must be.
+    """
     text = written(value)
     if text == "auto":
         return "auto"
     if re.fullmatch("[1-9][0-9]?", text) is None or int(text) > MOST_READERS:
-        raise ValueError(f"'auto', or 1 to {MOST_READERS}")
+        near = ["auto"] if text.lower() == "auto" else []
+        raise ValueError(_with_guess(f"'auto', or 1 to {MOST_READERS}", near))
     return int(text)
 
 
 def parse_flag(value: object) -> bool:
-    """Return a boolean, or what YAML spells so. ValueError says what the value must be."""
+    """Return a boolean. Text must be one of YAML's spellings: true, True, TRUE, false, False or FALSE.
+
+    Raises:
+        ValueError: The value is not a boolean. The message says what it must be.
+    """
     if isinstance(value, bool):
         return value
     if written(value) in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return written(value).lower() == "true"
-    raise ValueError("true or false")
+    near = _FLAGS.get(written(value).lower())
+    raise ValueError("true or false" + (f"; did you mean {near}?" if near else ""))
 
 
 def written(value: object) -> str:
-    """Return how a file would spell this value; "" for booleans and for integers too long for ``str``."""
+    """Return the value as text, or "" for a boolean or an integer that is too long for ``str``."""
     try:
         return "" if isinstance(value, bool) else str(value)
-    except ValueError:  # thousands of digits
+    except ValueError:  # an integer with thousands of digits
         return ""
-
-
-def format_size(nbytes: int) -> str:
-    """Return a size for people: at most four digits and a unit of 1024."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if size == int(size) else f"{size:.1f} {units[0]}"
-
-
-def exact_size(nbytes: int) -> str:
-    """Return a size for messages: short for people, and exact: "1.5 KiB (1,536 bytes)"."""
-    return f"{nbytes} bytes" if abs(nbytes) < 1024 else f"{format_size(nbytes)} ({nbytes:,} bytes)"
 
 
 def _quantity(value: object, units: Mapping[str, Decimal], wanted: str) -> Decimal:
@@ -123,16 +126,23 @@ def _quantity(value: object, units: Mapping[str, Decimal], wanted: str) -> Decim
     known = {name.lower(): factor for name, factor in units.items()}
     if unit.lower() not in known:
         near = [name for name in units if name and _could_mean(unit, name)]
-        guess = f"; did you mean {' or '.join(repr(number + name) for name in near)}?" if near else ""
-        raise ValueError(wanted + guess)
+        raise ValueError(_with_guess(wanted, [number + name for name in near]))
     return Decimal(number) * known[unit.lower()]
 
 
 def _could_mean(unit: str, name: str) -> bool:
-    """Whether a unit was shortened: "2G" for GB or GiB, "2Gi" for GiB, a bare number for any unit of time."""
-    return (
-        name.lower().startswith(unit.lower()) if name[0] in _PREFIXES else unit == "" and name in ("ms", "s")
-    )
+    """Return whether ``unit`` may mean ``name``: shortened ("2G"), spelled out ("200 msec") or omitted ("200")."""
+    given, known = unit.lower(), name.lower()
+    if name.endswith("B"):
+        return given[:1] == known[0] and (given[1:2] != "i" or known[1] == "i")
+    if given == "":
+        return name in ("ms", "s")
+    return known.startswith(given) or given.startswith(known)
+
+
+def _with_guess(wanted: str, near: Sequence[str]) -> str:
+    """Return ``wanted``, extended by a suggestion if there are similar allowed values."""
+    return f"{wanted}; did you mean {' or '.join(map(repr, near))}?" if near else wanted
 
 
 def _tokens(value: object) -> int:
@@ -141,14 +151,21 @@ def _tokens(value: object) -> int:
     return int(written(value))
 
 
+def is_device(value: object) -> bool:
+    """Return whether ``value`` names a device, as in ``hbm.device``. The device need not exist."""
+    return isinstance(value, str) and re.fullmatch(_DEVICE, value) is not None
+
+
 def _device(value: object) -> str:
-    if not isinstance(value, str) or re.fullmatch(_DEVICE, value) is None:
-        raise ValueError("'cpu', 'cuda' or 'cuda:N'")
+    if not isinstance(value, str) or not is_device(value):
+        text = written(value).lower().replace("gpu", "cuda")
+        near = [text] if re.fullmatch(_DEVICE, text) else []
+        raise ValueError(_with_guess("'cpu', 'cuda' or 'cuda:N'", near))
     return value
 
 
 def _directory(value: object) -> Path:
-    """Return an absolute path, so that a later chdir does not move the store."""
+    """Return an absolute path, so that a later ``chdir`` does not change the store's directory."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(text, str) or not text.strip() or not is_path(text) or text in _YAML_NULLS:
         raise ValueError("the path of a directory")
@@ -159,15 +176,22 @@ def _directory(value: object) -> Path:
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError:
-        raise ValueError("the path of a directory whose ~user exists") from None
+        raise ValueError("a path in which ~user names a user of this machine") from None
 
 
-_VARIABLE = re.compile(r"(^|/)\$(\w|\{)")
-"""``$HOME/tier`` would make a folder named ``$HOME``. A ``$`` within a name is kept, and any ``$`` of a Path object."""
+_VARIABLE = re.compile(r"(^|/)\$[\w{(]")
+"""Matches a shell variable in a path. Without this check, ``$HOME/tier`` would create a directory ``$HOME``.
+
+A ``$`` inside a name is accepted, and so is any ``$`` in a Path object.
+"""
 
 
 _YAML_NULLS = ("~", "null", "Null", "NULL")
-"""YAML's spellings of null: an empty value, not a directory of that name, and ``~`` alone not the home directory."""
+"""YAML's spellings of null.
+
+Someone who writes ``path: ~`` or ``path: null`` gives no path, and does not mean the home directory or a
+directory named "null".
+"""
 
 _TEXT = {"type": "string"}
 _QUANTITY_TEXT = _TEXT | {"pattern": "^[0-9]"}
@@ -203,7 +227,7 @@ DiskCodec = Literal["none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4
 HostCodec = Literal["none", "fp8", "int8", "k8v4", "int4", "int4-64"]
 Policy = Literal["lru", "fifo", "priority", "gdsf", "session", "adaptive"]
 WITHDRAWN_POLICIES = {"lfu": "adaptive", "slru": "adaptive", "s3-fifo": "adaptive", "w-tinylfu": "adaptive"}
-"""Eviction orders that former versions had, and the order to use instead (docs/decisions/024)."""
+"""For each eviction policy that was removed, the policy that replaces it (docs/decisions/024)."""
 Admission = Literal["all", "second_hit", "cost"]
 
 
@@ -220,7 +244,10 @@ class _Section(BaseModel):
 
 
 class HbmConfig(_Section):
-    """The fastest tier: pages in GPU memory, or in ordinary memory that plays its part."""
+    """Settings of HBM, the fastest tier.
+
+    Its pages are in GPU memory, or in ordinary memory if `device` is `cpu`.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -230,13 +257,16 @@ class HbmConfig(_Section):
     )
 
     capacity: Size | None = None
-    """Bytes of pages. Required unless `owner` is `engine`."""
+    """Size of the tier in bytes. Required unless `owner` is `engine`."""
     device: Device
-    """`cpu` (ordinary memory), `cuda` or `cuda:N`. On a card the extra `gpu` gives copies at the speed of the link."""
+    """Device of the tier: `cpu` (ordinary memory), `cuda` or `cuda:N`.
+
+    On a GPU, install the `gpu` extra for copies at the full speed of the link.
+    """
     policy: Policy = "lru"
-    """Eviction order: which page leaves the tier first."""
+    """Eviction policy: decides which page is evicted first."""
     owner: Literal["store", "engine"] = "store"
-    """`store` allocates the memory; `engine`: an engine registers its own tensors."""
+    """`store`: the store allocates the memory. `engine`: an inference engine registers its own tensors."""
 
     @model_validator(mode="after")
     def _capacity_of_its_own(self) -> Self:
@@ -246,85 +276,112 @@ class HbmConfig(_Section):
 
 
 class HostConfig(_Section):
-    """Pages in host memory, page-locked where HBM is on a card."""
+    """Settings of the host tier: pages in host memory, which is pinned (page-locked) if HBM is on a GPU."""
 
     capacity: Size
-    """Bytes of pages."""
+    """Size of the tier in bytes."""
     pin: Literal["auto", "always", "never"] = "auto"
-    """Page-lock the memory.
+    """Whether to pin (page-lock) the memory.
 
-    `auto`: if HBM is on a card, in the background after the first GiB; memory that cannot be locked is copied more
-    slowly, with one warning. `always`: all of it at open, or a ConfigError. `never`: no.
+    `auto`: if HBM is on a GPU, pin the first GiB at once and the rest in the background. Memory that cannot
+    be pinned is copied more slowly, and one warning is logged. `always`: pin all memory before the store
+    opens, or raise a ConfigError. `never`: do not pin memory.
     """
     policy: Policy = "lru"
-    """Eviction order: which page leaves the tier first."""
+    """Eviction policy: decides which page is evicted first."""
     codec: HostCodec = "none"
-    """Encode pages on their way to host memory; they go to disk as they are held.
+    """Codec of pages in host memory.
 
-    All but `none` are lossy and keep 1.9 to 3.6 times as many pages in the same memory. `nvme.codec` may then be
-    `none`, the same codec, or the same with `+zstd`.
+    Pages are encoded when they are copied there, and are written to disk in that form. All codecs except
+    `none` are lossy. They fit 1.9 to 3.6 times as many pages into the same memory. With such a codec,
+    `nvme.codec` must be `none`, the same codec, or the same codec with `+zstd`.
     """
 
 
 class NvmeConfig(_Section):
-    """Pages on disk, in extent files or in LMDB, with an LMDB catalogue."""
+    """Settings of the NVMe tier: pages on disk, in extent files or in LMDB, with a catalogue in LMDB."""
 
     path: Directory
-    """A directory that is new, empty, or a store's. Made absolute when the configuration is loaded."""
-    capacity: Size
-    """Bytes on disk, everything included."""
-    codec: DiskCodec = "none"
-    """`exp` is lossless: bfloat16 pages take a third less disk, float16 pages a seventh.
+    """Directory of the tier: a new directory, an empty one, or one that a store created.
 
-    All others but `none` are lossy and take half to a third of the disk.
+    The path is made absolute when the configuration is loaded.
+    """
+    capacity: Size
+    """Size of the tier on disk in bytes, including the catalogue and all overhead."""
+    codec: DiskCodec = "none"
+    """Codec of pages on disk.
+
+    `exp` is lossless; it saves a third of the disk space of bfloat16 pages and a seventh of that of float16
+    pages. All other codecs except `none` are lossy; with them, pages take a third to a half of the space.
     """
     payload: Literal["auto", "lmdb", "extents"] = "auto"
-    """Where page bytes live: in `lmdb`, or in `extents`, preallocated files beside it.
+    """Where the bytes of pages are stored: in LMDB (`lmdb`), or in preallocated files next to it (`extents`).
 
-    `auto` keeps what the directory has; a new directory has extents from 1 GiB up.
+    `auto` keeps the format of an existing directory. A new directory uses extents if its capacity is at least
+    1 GiB.
     """
     admission: Admission = "all"
-    """Pages written without being asked for: `all`, those requested a second time (`second_hit`), or the half that is
-    most likely to return (`cost`)."""
+    """Which pages are written to disk without an explicit request.
+
+    `all`: every page. `second_hit`: pages that were requested a second time. `cost`: the half of the pages
+    that is most likely to be requested again.
+    """
     daily_writes: Size | None = None
-    """Bytes written without being asked for in 24 hours; each process counts from zero. No limit by default."""
+    """Limit on the bytes written to disk in 24 hours without an explicit request.
+
+    Each process counts from zero. No limit by default.
+    """
     flush: Seconds = 0.2
     """Longest time that a page waits to be written."""
     timeout: Seconds = 10.0
-    """A read that takes longer is a cache miss; a write that takes longer makes the tier read-only until it ends."""
+    """Timeout of reads and writes.
+
+    A read that exceeds it is a cache miss. A write that exceeds it makes the tier read-only until the write
+    completes.
+    """
     readers: Readers = "auto"
-    """Reader threads, 1 to 64. `auto`: as many as the disk needs in a new directory of 1 GiB or more, otherwise 2."""
+    """Number of reader threads, 1 to 64.
+
+    `auto` chooses a number that suits the disk if the directory is new and its capacity is at least 1 GiB,
+    and 2 otherwise.
+    """
     policy: Policy = "lru"
-    """Eviction order: which page leaves the tier first."""
+    """Eviction policy: decides which page is evicted first."""
     read_only: Flag = False
-    """Open a directory that another store has filled, and write nothing: for containers that ship a cache, also on a
-    read-only mount. Its pages are found and loaded, and new pages stay in memory. `capacity`, `payload`, `admission`,
-    `daily_writes`, `flush` and `policy` have no effect. Several processes may have the directory open so at once, but
-    none of them beside one that writes."""
+    """Open a directory that another store has filled, and never write to it.
+
+    This is meant for containers that ship with a cache, and works on a read-only mount. Pages of the
+    directory are found and loaded; new pages stay in memory. `capacity`, `payload`, `admission`,
+    `daily_writes`, `flush` and `policy` have no effect. Several processes may open the directory read-only at
+    once, but not while another process has it open for writing.
+    """
 
 
 class PrefetchConfig(_Section):
-    """Limits of an attached prefetcher."""
+    """Settings of the prefetcher."""
 
     max_in_flight: Size = 2 << 30
-    """Bytes that the prefetcher moves at once."""
+    """Maximum number of bytes that are being prefetched at any time."""
     share_of_host: Share = 0.25
-    """Share of host memory for pages that the prefetcher brings up; above 0, at most 1."""
+    """Maximum share of host memory that prefetched pages may take, above 0 and at most 1."""
 
     def pages_in_flight(self, page_nbytes: int) -> int:
-        """Return how many pages ``max_in_flight`` allows, at least one."""
+        """Return the number of pages that ``max_in_flight`` allows, at least one."""
         return max(1, self.max_in_flight // page_nbytes)
 
     def pages_of_host(self, num_slots: int) -> int:
-        """Return how many pages ``share_of_host`` allows, at least one."""
+        """Return the number of pages that ``share_of_host`` allows, at least one."""
         return max(1, int(num_slots * self.share_of_host))
 
 
 class StoreConfig(_Section):
-    """The whole configuration. A section is None if it was not given."""
+    """The complete configuration of a store. A section that was not given is None."""
 
     page_size: Tokens | None = None
-    """Tokens per page. The PageSpec's by default; if both are given they must be equal."""
+    """Number of tokens per page.
+
+    By default it is taken from the PageSpec; if both are given, they must be equal.
+    """
     hbm: HbmConfig | None = None
     host: HostConfig | None = None
     nvme: NvmeConfig | None = None
@@ -332,31 +389,38 @@ class StoreConfig(_Section):
 
     @property
     def codec(self) -> str:
-        """Return the codec of pages on disk; host memory may hold them encoded already."""
+        """The codec of the lowest configured tier below HBM.
+
+        This is ``nvme.codec``. If that is "none" or there is no disk tier, it is ``host.codec``, because
+        pages are written to disk as they are encoded in host memory.
+        """
         host, disk = ("none" if section is None else section.codec for section in (self.host, self.nvme))
         return host if disk == "none" else disk
 
     def effective(self) -> dict[str, Any]:
-        """Return every value in force, defaults included, as plain data.
+        """Return all values in effect, including defaults, as nested mappings of plain values.
 
-        ``load_config`` reads the mapping back to an equal configuration.
+        ``load_config`` turns the result into an equal configuration.
         """
         return self.model_dump(mode="json", exclude_none=True)
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
-    """Read a YAML file, or check a mapping of the same form.
+    """Load and check a configuration.
+
+    Environment variables are not read, except to expand ``~`` to the home directory. Thread-safe.
 
     Args:
-        source: The path of a YAML file, or a mapping. In a mapping a number is bytes or seconds; in a file a duration
-            needs its unit.
+        source: The path of a YAML file, or a mapping with the same keys. A number without a unit is a size in
+            bytes. As a duration it means seconds, but only in a mapping: in a file, durations need a unit.
+
+    Returns:
+        The configuration, with defaults for all keys that are not given.
 
     Raises:
-        ConfigError: The file cannot be read, the text is not YAML, a key is unknown, given twice or missing, or a value
-            cannot be used. The message names the file, the key, the value and what the value must be, for all faults at
-            once.
-
-    Thread-safe. Reads nothing from the environment but the home directory for ``~``.
+        ConfigError: The file cannot be read or is not YAML, a key is unknown, missing or given twice, or a
+            value is invalid. The message lists all errors, with the file, the key, the value and what the
+            value must be.
     """
     if isinstance(source, Mapping):
         return _checked("configuration", dict(source))
@@ -371,7 +435,10 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
 
 
 def config_schema() -> dict[str, Any]:
-    """Return the JSON schema of a configuration file, for editors. The loader also checks what a schema cannot say."""
+    """Return the JSON schema of a configuration file, for editors.
+
+    ``load_config`` also checks conditions that a schema cannot express.
+    """
     schema = StoreConfig.model_json_schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -381,7 +448,10 @@ def config_schema() -> dict[str, Any]:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Load every scalar as text, so that ``off``, ``010`` and ``1:30`` keep their spelling; refuse repeated keys."""
+    """A YAML loader that reads every scalar as text and rejects repeated keys.
+
+    This preserves the spelling of values that YAML would convert, such as ``off``, ``010`` and ``1:30``.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -401,8 +471,9 @@ def _read(name: str) -> dict[Any, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{name}: cannot parse the configuration file: {_problem(error)}") from error
     if not isinstance(tree, dict):
+        found = "it is empty" if tree is None else f"it contains {_shown(tree)}"
         raise ConfigError(
-            f"{name}: the file must hold a mapping with {_names(StoreConfig)}, got {_shown(tree)}"
+            f"{name}: the file must be a YAML mapping (allowed keys: {_names(StoreConfig)}), but {found}"
         )
     return tree
 
@@ -427,7 +498,7 @@ def _checked(name: str, tree: dict[Any, Any]) -> StoreConfig:
 
 
 def _explained(detail: ErrorDetails) -> str:
-    """Return one fault in plain words: dotted key, value, and what the value must be."""
+    """Return a readable message for one error: the dotted key, the value, and what the value must be."""
     path = [part if part.isprintable() else _shown(part) for part in map(str, detail["loc"])]
     key, value = ".".join(path), _shown(detail["input"])
     section = _SECTIONS.get(path[0] if path else "", StoreConfig) if len(path) > 1 else StoreConfig
@@ -437,7 +508,7 @@ def _explained(detail: ErrorDetails) -> str:
             guess = f"did you mean {'.'.join([*path[:-1], near[0]])}? " if near else ""
             return f"{key} (with value {value}) is not a key; {guess}Keys here are {_names(section)}"
         case "string_unicode":
-            return f"{value} is not a key{f' of {key}' if key else ''}, nor text that a file can hold"
+            return f"{value} is not a key{f' of {key}' if key else ''}, and is not valid Unicode text"
         case "missing":
             return f"{key} is missing; it must be {_NEEDED[path[-1]]}"
         case "capacity_missing":
@@ -450,8 +521,7 @@ def _explained(detail: ErrorDetails) -> str:
         case "literal_error":
             names = re.findall("'([^']*)'", detail["ctx"]["expected"])
             near = difflib.get_close_matches(written(detail["input"]).lower(), names, n=1, cutoff=0.6)
-            guess = f"; did you mean '{near[0]}'?" if near else ""
-            return f"{key} is {value}, but must be {detail['ctx']['expected']}{guess}"
+            return f"{key} is {value}, but must be {_with_guess(detail['ctx']['expected'], near)}"
         case "value_error":
             return f"{key} is {value}, but must be {detail['ctx']['error']}"
         case "model_type":
@@ -477,7 +547,7 @@ def _names(section: type[_Section]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return at most 80 characters, however large or deeply shared the value is."""
+    """Return the value's repr, shortened to at most 80 characters even if the value is large or nested."""
     try:
         text = _SHORT.repr(value)
     except ValueError:

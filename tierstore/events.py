@@ -1,4 +1,7 @@
-"""Actions that wait for an event of the caller, because earlier device work may still use their slots."""
+"""Actions that are deferred until a caller's event completes.
+
+Until then, work on the device may still use the slots that the actions are about.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ Pages = tuple[tuple["PageKey", ...], tuple[int, ...]]
 class _Deferred(NamedTuple):
     """An action that waits for an event.
 
-    ``act`` is called when the event has happened, ``give_up`` instead if the event's device has failed, so
-    that it never will. Both return whether to call them again.
+    ``act`` is called once the event has completed. ``give_up`` is called instead if the event will never
+    complete, because its device has failed. Both return whether they must be called again.
     """
 
     event: Event
@@ -36,17 +39,17 @@ class _Deferred(NamedTuple):
 
 
 class PendingEvents:
-    """Directory calls deferred until an event has happened. Guarded by the store's lock.
+    """Queue of directory calls, each of which waits for an event. Protected by the store's lock.
 
-    If an event raises, its device has failed and no work runs there any more. Pages that the work before the
-    event should have written are dropped. Slots that it should have read become free.
+    If ``Event.query`` raises an exception, the event's device has failed and executes no more work. Pages
+    that the device was to write are then dropped, and slots that it was to read become free.
     """
 
     def __init__(self, directory: Directory) -> None:
         self.writing: list[Pages] = []
-        """Pages that were sealed and whose bytes are not written yet. Each is pinned."""
+        """Pages that were put and whose bytes the device has not written yet. Their HBM copies are pinned."""
         self.retired: list[int] = []
-        """Slots that were given up and whose last use has not ended."""
+        """Slots that their owner has freed, but that the device may still use."""
         self._directory = directory
         self._unwritten_pages = directory.writeback.unwritten
         self._waiting: list[_Deferred] = []
@@ -54,11 +57,11 @@ class PendingEvents:
 
     @property
     def waiting(self) -> bool:
-        """Return whether any action waits for an event."""
+        """Whether any action waits for an event."""
         return bool(self._waiting)
 
     def poll(self) -> None:
-        """Perform the actions whose events have happened, a bounded amount of each per call."""
+        """Run the actions whose events have completed. Each does a bounded amount of work per call."""
         if self._waiting:
             self._waiting = [deferred for deferred in self._waiting if _still_waits(deferred)]
 
@@ -72,10 +75,12 @@ class PendingEvents:
         *,
         memory_only: bool = False,
     ) -> list[int]:
-        """Put pages. They can be matched at once; copies of them start when their bytes are written.
+        """Put pages. See ``TierStore.put`` for the arguments.
+
+        The pages can be matched at once, but are copied to other tiers only after ``after`` has completed.
 
         Returns:
-            The slot of each key. Fewer slots than keys if the directory's put ended early.
+            The slot of each key. Shorter than ``keys`` if an exact ``lease`` cannot cover all pages.
         """
         written = after is None or _happened(after)
         kept, duplicates = self._directory.sealed.put(
@@ -102,17 +107,18 @@ class PendingEvents:
 
     @property
     def all_written(self) -> bool:
-        """Return whether the bytes of all pages are written.
+        """Whether the bytes of all pages are written.
 
-        May be read without the lock, because a page counts as unwritten before any lease has it.
+        May be read without the lock, because a page is registered as unwritten before any lease covers it.
         """
         return not (self._unwritten_pages or self.writing)
 
     def writers(self, lease: LeaseRecord) -> list[Event]:
-        """Return the events that end the writing of a lease's pages, covered or sealed under it, without duplicates.
+        """Return the events that must complete before all pages of the lease are written, without duplicates.
 
-        An empty list means that all bytes are written. The event of a failed device remains in the list,
-        because its page was never written.
+        The pages are those that the lease covers and those that were put with it. An empty list means that
+        all of them are written. An event of a failed device stays in the list, because its pages were never
+        written.
         """
         events = [] if lease.never_written is None else [lease.never_written]
         if not self._writers:
@@ -133,15 +139,15 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> None:
-        """Put pages of an engine's slots, which are copied out once ``after`` has happened.
+        """Put pages that are in an engine's slots. They are copied out once ``after`` has completed.
 
         Args:
             keys: The pages.
             slots: The engine's slots.
-            after: The event that ends the writing of the slots, or None.
-            memory_only: Keep the pages off disk.
+            after: An event that completes once the slots are written, or None.
+            memory_only: Whether to keep the pages off disk.
             parents: The page before each page.
-            doubted: Whether the pages were computed over pages that are not exact.
+            doubted: Whether the pages were computed from pages that are not exact.
         """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)
         if after is None or _happened(after):
@@ -154,7 +160,7 @@ class PendingEvents:
             )
 
     def free(self, slots: tuple[int, ...], after: Event | None) -> None:
-        """Free slots of the caller. They are reused once the event has happened."""
+        """Free slots that callers own. They can be reused once ``after`` has completed."""
         self._directory.owned.retire(slots)
         if after is None or _happened(after):
             self._directory.owned.free(slots)
@@ -163,9 +169,10 @@ class PendingEvents:
             self._defer(after, partial(self._freed, slots))
 
     def release(self, lease: LeaseRecord, after: Event | None) -> bool:
-        """Release some pins of a lease, or all of them once ``after`` has happened.
+        """Release some pins of a lease, or defer the release until ``after`` has completed.
 
-        Returns whether to call again.
+        Returns:
+            Whether the method must be called again to release further pins.
         """
         if after is None or _happened(after):
             return self._directory.leases.release_some(lease, BATCH_PAGES)
@@ -186,16 +193,16 @@ class PendingEvents:
         return False
 
     def _unwritten(self, pages: Pages, event: Event) -> bool:
-        """Drop pages that were never written, so that the content of their slots is undefined.
+        """Drop the HBM copies of pages that were never written, because their slots have undefined contents.
 
-        A page without another copy is then missing, also for the leases that have these slots.
+        A page without another copy is then missing, even for leases that cover its slot.
         """
         self._directory.drop_unwritten(*pages)
         self._directory.leases.never_written(set(pages[1]), event)
         return self._written(pages)
 
     def _written_by_others(self, keys: Sequence[PageKey], after: Event | None) -> set[PageKey]:
-        """Return those of ``keys`` whose bytes in HBM are not written yet and wait for another event."""
+        """Return those of ``keys`` whose HBM copy is not written yet and waits for an event other than ``after``."""
         unwritten = self._unwritten_pages
         if not unwritten:
             return set()
@@ -203,7 +210,7 @@ class PendingEvents:
         return {key for key in keys if key in unwritten and not _is(writers.get(unwritten[key]), after)}
 
     def _never_written(self, slots: Sequence[int]) -> bool:
-        """Give the engine back slots whose pages were never written."""
+        """Release an engine's slots whose pages were never written. Return False, as no second call is needed."""
         self._directory.outgoing.give_up(slots)
         return False
 
@@ -221,7 +228,12 @@ class PendingEvents:
         parents: tuple[PageKey | None, ...],
         doubted: bool,
     ) -> bool:
-        """Add the chains one by one. Copies start only with the last chain, so that no batch is split."""
+        """Queue the pages, and start their copies.
+
+        ``outgoing.add`` needs a chain, in which each page is the parent of the next, so it is called once for
+        each chain. The copies start only once the last chain is queued, so that one transfer can hold pages of
+        several chains.
+        """
         starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]
         for start, end in pairwise(starts):
             self._directory.outgoing.add(
@@ -240,17 +252,20 @@ class PendingEvents:
 
 
 def _is(writer: Event | None, after: Event | None) -> bool:
-    """Return whether the page is written by now or will be when the caller's ``after`` happens."""
+    """Return whether a page is written by the time ``after`` completes.
+
+    ``writer`` is the event for which the page waits, or None if the page is already written.
+    """
     return writer is None or writer is after or _happened(writer)
 
 
 def _happened(event: Event) -> bool:
-    """Return whether the event has happened. False if its device has failed; ``poll`` handles such events."""
+    """Return whether the event has completed. False if its device has failed, which ``poll`` handles."""
     return _ask(event) is True
 
 
 def _still_waits(deferred: _Deferred) -> bool:
-    """Perform the action if its event has happened or failed. Returns whether to check again."""
+    """Run the action if its event has completed or failed. Return whether to keep it in the queue."""
     happened = _ask(deferred.event, log=True)
     if happened is None:
         return deferred.give_up()
@@ -258,19 +273,19 @@ def _still_waits(deferred: _Deferred) -> bool:
 
 
 def _ask(event: Event, *, log: bool = False) -> bool | None:
-    """Return whether the event has happened, or None if ``query`` raised.
+    """Return whether the event has completed, or None if ``query`` raised an exception.
 
-    ``query`` raises if the device has failed or the object is not an event. All exceptions of one caller's
-    event are caught, because they must not end the calls of other callers. Only TimeoutError passes, because
-    it comes from a signal handler.
+    ``query`` raises an exception if the device has failed or if the object is not really an event. Calls by
+    other callers query this event too and must not fail because of it, so the exception is caught. TimeoutError
+    is not caught, because it comes from a signal handler.
     """
     try:
         return has_happened(event)
     except TimeoutError:
         raise
-    except Exception:  # noqa: BLE001 - code of the caller, asked in other callers' calls
+    except Exception:  # noqa: BLE001 - the caller's code, run in other callers' calls
         if log:
             _log.exception(
-                "an event that ends the use of slots failed, and so did what it was recorded after"
+                "querying an event that was passed as `after` failed; the device work before it counts as failed"
             )
         return None

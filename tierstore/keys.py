@@ -1,9 +1,11 @@
-"""Compute page keys: the identity of a page in every tier, in every process, after every restart.
+"""Page keys: the identity of a page in every tier, in every process and after every restart.
 
-A key is a digest of everything that the page's bytes depend on: the namespace (model, dtype, layout), the tenant's
-salt, the extras (LoRA, images) and all tokens up to the end of the page. Each page hashes its parent's digest, so equal
-keys mean equal prefixes, and a longer sequence keeps the keys of a shorter one. Every field is tagged and
-length-prefixed, so two different inputs never encode to the same bytes. Pure functions: no clock, no seed, no I/O.
+A key is a digest of everything that the page's bytes depend on: the namespace (model, dtype, layout), the
+tenant's salt, extras such as LoRA adapters and images, and all tokens up to the end of the page. The digest
+of a page includes the digest of its parent. Equal keys therefore mean equal prefixes, and the pages of a
+prefix have the same keys in every sequence that starts with it. Every field is tagged and length-prefixed, so
+different inputs are never encoded to the same bytes. All functions are pure: they use no clock, no random
+seed and no I/O.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """Anything that NumPy can read: an ndarray, or a torch tensor in host memory."""
+    """Any object that NumPy can read as an array: an ndarray, or a torch tensor in host memory."""
 
     def __array__(self) -> NDArray[Any]: ...
 
 
 TokenIds: TypeAlias = Sequence[int] | Array
-"""A sequence of token ids that fit in int64. A tensor or array must be 1-D with an integer dtype."""
+"""Token ids, each of which fits in int64. An array or tensor must be 1-D and have an integer dtype."""
 
 Extra: TypeAlias = str | bytes | int | tuple[int, bytes]
-"""Something else that KV depends on: an item for the whole sequence, or ``(token_offset, bytes)`` from a token on."""
+"""A value that K and V depend on in addition to the tokens. A str, bytes or int applies to the whole
+sequence. A pair ``(token_offset, bytes)`` applies to the token at the offset and all later ones.
+"""
 
 SCHEME = "tierstore-keys-1"
-"""Name of the key scheme. It changes whenever equal input gives another key; pages of older schemes are never found."""
+"""Name of the key scheme. It is part of every key.
+
+It must change whenever the same arguments would give different keys. Pages that were stored under an
+older scheme are then never found.
+"""
 
 KEY_NBYTES = 36
 """Length of every ``PageKey`` in bytes."""
@@ -45,18 +53,22 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 EXACT = "exact"
-"""Loss class of pages that are bit for bit what the model computed. It does not change the namespace."""
+"""Loss class of pages that are bit for bit as they were put. The namespace omits this loss class."""
 
 
 def namespace(specs: PageSpec | Sequence[PageSpec], *, loss_class: str = EXACT) -> bytes:
-    """Return the 32-byte namespace of a store's pages; equal only for equal fingerprints in equal order.
+    """Return the 32-byte namespace of a store's pages.
+
+    Two namespaces are equal only if the specs have equal fingerprints in the same order, and the loss classes
+    are equal.
 
     Args:
         specs: The PageSpec of each KV group.
-        loss_class: Class of the lossy codec that pages pass through. Pages of two classes share no key.
+        loss_class: Loss class of the codecs that pages pass through. Pages of different loss classes have
+            different keys.
 
     Raises:
-        ValueError: There is no spec.
+        ValueError: ``specs`` is empty.
     """
     groups = (specs,) if isinstance(specs, PageSpec) else tuple(specs)
     if not groups:
@@ -79,23 +91,25 @@ def page_keys(
 ) -> list[PageKey]:
     """Return the keys of the full pages of ``token_ids``, in order. A partial last page has no key.
 
+    Equal arguments give equal keys on every machine. Thread-safe.
+
     Args:
-        token_ids: Token ids, a sequence of integers or a 1-D integer array or tensor in host memory.
+        token_ids: Token ids: a sequence of integers, or a 1-D integer array or tensor in host memory.
         page_size: Tokens per page.
-        namespace: The result of ``namespace``.
+        namespace: A namespace, as returned by ``namespace``.
         group: Number of the KV group, 0 to 65535.
         shard: Number of the shard, 0 to 65535.
-        salt: Separates tenants: keys of two salts have nothing in common.
-        extra: Whatever else KV depends on. A str, bytes or int item applies to the whole sequence, and the order of
-            these items matters. A pair ``(token_offset, bytes)`` applies from the page that holds the offset, so
-            earlier pages stay shared; the order of pairs does not matter, several may share an offset, and a pair
-            beyond the last full page has no effect yet.
+        salt: Separates tenants: different salts give different keys.
+        extra: Further values that K and V depend on. A str, bytes or int applies to the whole sequence, and
+            the order of these items matters. A pair ``(token_offset, bytes)`` applies from the page that
+            contains the offset, so earlier pages have the same keys as without the pair. The order of pairs
+            does not matter, and several may have the same offset. A pair whose page is not full yet has no
+            effect.
 
     Raises:
-        TypeError: A token is no integer (floats and bools included), or an extra has another form.
-        ValueError: A token does not fit in int64, or an array is not 1-D. Both name the item.
-
-    Pure and thread-safe: equal arguments give equal keys on every machine.
+        TypeError: A token is not an integer (floats and bools are rejected), or an item of ``extra`` has the
+            wrong type.
+        ValueError: A token does not fit in int64, an array is not 1-D, or another argument is out of range.
     """
     tokens = _token_bytes(token_ids)
     page_size = _whole("page_size", page_size, range(1, 1 << 32))
@@ -132,9 +146,9 @@ def _page_extras(items: list[tuple[int, bytes]]) -> bytes:
 
 
 def _split(extra: Iterable[Extra], page_size: int) -> tuple[list[bytes], dict[int, list[tuple[int, bytes]]]]:
-    """Return the encoded items of the whole sequence, and the items with an offset by the page that holds it."""
+    """Return the encoded items that apply to the whole sequence, and the items with an offset, by page."""
     if isinstance(extra, str | bytes | bytearray | memoryview):
-        raise TypeError(f"extra must be an iterable of items, got {extra!r}; write extra=({extra!r},)")
+        raise TypeError(f"extra must be a sequence of items, got {extra!r}; write extra=({extra!r},)")
     shared: list[bytes] = []
     placed: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
     for index, item in enumerate(extra):
@@ -182,7 +196,7 @@ def _whole(name: str, value: object, allowed: range) -> int:
 
 
 def _token_bytes(token_ids: TokenIds) -> bytes:
-    """Return the tokens as little-endian int64, one after the other."""
+    """Return the tokens as consecutive little-endian int64 values."""
     if isinstance(token_ids, str | bytes | bytearray):
         raise TypeError(
             f"token_ids must be a sequence of integers, or a 1-D array or tensor, got {type(token_ids).__name__}"
@@ -221,37 +235,46 @@ def _int64s(token_ids: Sequence[int]) -> array[int]:
 
 
 def require_key_list(keys: Sequence[PageKey]) -> None:
-    """Raise TypeError for a single key or a list with anything but keys, which would look like a cache miss."""
+    """Raise TypeError unless ``keys`` is a sequence of keys. Any other value would look like a cache miss."""
     _require_list(keys)
     if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
         strange = next(key for key in keys if not isinstance(key, bytes))
-        raise TypeError(f"keys must hold page keys as keys() returns them, got an item {strange!r:.60}")
+        raise TypeError(
+            f"keys must hold page keys, as TierStore.keys returns them, but one is {strange!r:.60}"
+        )
 
 
 def _require_list(keys: Sequence[PageKey]) -> None:
     if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
-        raise TypeError(f"keys must be a sequence of page keys as keys() returns them, got {keys!r:.60}")
+        raise TypeError(
+            f"keys must be a sequence of page keys, as TierStore.keys returns it, got {keys!r:.60}"
+        )
 
 
 def require_keys_and_slots(
     keys: Sequence[PageKey], slots: Sequence[int], parents: Sequence[PageKey | None]
 ) -> None:
-    """Check the arguments of ``put``; a malformed parent would otherwise keep its whole batch from the disk.
+    """Check the arguments of ``put``.
+
+    A malformed parent must be rejected here. Later it would prevent a whole batch from being written to disk.
 
     Raises:
         TypeError: ``keys`` is not a sequence of keys.
-        ValueError: The numbers of keys and slots differ, or a key or parent has the wrong form.
+        ValueError: The numbers of keys and slots differ, or a key or a parent is malformed.
     """
     _require_list(keys)
     if len(keys) != len(slots):
         raise ValueError(f"put needs one slot per key, got {len(keys)} keys and {len(slots)} slots")
     strange = next((k for k in keys if not _is_key(k)), None)
     if strange is not None:
-        raise ValueError(f"a page key must be {KEY_NBYTES} bytes as keys() returns them, got {strange!r}")
+        raise ValueError(
+            f"a page key must be {KEY_NBYTES} bytes, as TierStore.keys returns it, got {strange!r:.60}"
+        )
     strange = next((p for p in parents if p is not None and not _is_key(p)), None)
     if strange is not None:
         raise ValueError(
-            f"a parent must be a page key of {KEY_NBYTES} bytes as keys() returns them, or None, got {strange!r}"
+            f"a parent must be a page key of {KEY_NBYTES} bytes, as TierStore.keys returns it, or None, "
+            f"got {strange!r:.60}"
         )
 
 

@@ -1,7 +1,7 @@
-"""Leases of a running store: the handle that a caller holds, and how it is filled, awaited and released.
+"""Leases: the public handle, and the code of the store that loads, awaits and releases leased pages.
 
-The record behind a handle belongs to the directory (``directory.leases``). Every call does a bounded amount of work per
-hold of the store's lock.
+The state of a lease is kept by the directory, in a ``LeaseRecord`` (``directory.leases``). A call for many
+pages releases the store's lock after each batch of them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """A hold on the longest available prefix: its pages stay in their HBM slots until ``release``.
+    """A handle that pins the longest available prefix: its pages stay in their HBM slots until ``release``.
 
-    Not thread-safe: use a lease from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final once
-    ``wait`` returned READY or FAILED; before that, a page that fails to arrive may still shorten the lease.
+    Not thread-safe: use a lease from one thread at a time. ``num_pages``, ``slots`` and ``missing`` are final
+    once ``wait`` has returned READY or FAILED. Before that, the lease becomes shorter if one of its pages
+    fails to arrive.
 
-    Dropping a lease without ``release`` is a mistake: it causes a ResourceWarning, and the next ``acquire``,
-    ``allocate`` or ``drain`` of the store releases it once everything launched on the device by then has ended.
+    Always release a lease. If the handle is garbage-collected without ``release``, Python issues a
+    ResourceWarning, and the store's next ``acquire``, ``allocate`` or ``drain`` releases the lease after all
+    device work launched by then has completed.
     """
 
     def __init__(self, host: LeaseHost, record: LeaseRecord) -> None:
@@ -44,17 +46,17 @@ class Lease:
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
-        """The requested keys."""
+        """All keys that were passed to ``acquire``, including those of missing pages."""
         return self._record.keys
 
     @property
     def num_pages(self) -> int:
-        """Number of leading pages that this lease covers."""
+        """Number of pages that the lease covers, starting with the first key."""
         return len(self.slots)
 
     @property
     def slots(self) -> list[int]:
-        """HBM slot of each covered page, readable once ``wait`` returned READY."""
+        """The HBM slot of each covered page. The slots may be read once ``wait`` has returned READY."""
         return list(self._record.slots if self._covered is None else self._covered)
 
     @property
@@ -64,42 +66,48 @@ class Lease:
 
     @property
     def exact(self) -> bool:
-        """Whether all pages that it covers, or that were sealed under it, are exactly what was put.
+        """Whether all pages covered by the lease or put with it are exact.
 
-        No such page went through a lossy codec, or was computed over one that did.
+        A page is exact if no lossy codec has changed it or any page that it was computed from.
         """
         first = self._record.inexact_from
         return first is None or first >= self.num_pages
 
     @property
     def missing(self) -> list[PageKey]:
-        """The keys that are not covered and must be computed."""
+        """The keys of pages that the lease does not cover. The caller must compute them."""
         return list(self._record.keys[self.num_pages :])
 
     @property
     def missing_because(self) -> str | None:
-        """Why the first missing page is missing; None if no page is.
+        """Why the lease does not cover the first page in ``missing``, or None if ``missing`` is empty.
 
-        "not_found"; "no_room": HBM was full of pages that are held or not saved yet, so ask again or compute;
-        "deadline"; "failed": it could not be read; "replaced": it was put while its layers were read from other slots;
-        "evicted", "capacity", or another reason for which it left.
+        - "not_found": no tier has the page.
+        - "no_room": HBM is full of pages that are pinned, owned by callers or not saved yet. Acquire again
+          later, or compute the page.
+        - "deadline": the page did not arrive by the deadline, or was expected to arrive later.
+        - "inexact": the lease is exact, but the page is not.
+        - "failed": the page could not be read.
+        - "replaced": the page was put again while it was being loaded layer by layer.
+        - "evicted", "capacity" and other values: the reason why the page was dropped from the store.
         """
         return self._record.miss_reason if self.missing else None
 
     def wait(self, timeout_s: float | None = None, *, written: bool = True) -> LeaseState:
-        """Wait until the lease's pages are in HBM, including pages sealed under it by ``put``.
+        """Wait until all pages of the lease are in HBM, including pages that were put with the lease.
 
-        A page that was put with an event counts once that event has happened.
+        A page that was put with an event is in HBM once that event has completed.
 
         Args:
             timeout_s: Longest time to block, in seconds. None: until the result is final. 0: do not block.
-            written: Wait for writers, too. With False, READY means that all copies have arrived; make your stream wait
-                for the event of ``ready(layer)`` before it reads.
+            written: Whether to wait also for the events that were passed to ``put``. With False, READY means
+                only that all copies have arrived; before a stream reads the pages, make it wait for the event
+                that ``ready(layer)`` returns.
 
         Returns:
-            READY: every byte of the covered and sealed pages is there, for the host and for every stream. FAILED: no
-                covered page is left, or a sealed one was never written because its writer's device failed. PENDING: it
-                timed out, and nothing changed.
+            READY: All bytes of the pages are visible to the host and to every stream (unless ``written`` is
+                False). FAILED: No covered page is left, or a page that was put with the lease was never
+                written because a device failed. PENDING: The wait timed out.
 
         Raises:
             LeaseError: The lease was released.
@@ -110,41 +118,44 @@ class Lease:
         return self._host.wait_until_settled(self._record, _deadline(timeout_s), written=written)
 
     def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
-        """Block until this layer's copies of all covered pages are queued.
+        """Wait until the copies of this layer of all covered pages have been submitted to the device.
 
-        Later layers may still be in flight: pages from HOST arrive in groups of layers, all pages of the lease
-        together. If a copy fails later, or a ``put`` replaces it, ``wait`` still cuts the lease, and what was computed
-        from the pages that were cut off is void. A page that the CPU decodes, or that comes from NVMe without HOST,
-        counts as queued once it is complete.
+        Later layers may still be in flight: pages from HOST are copied in groups of layers, for all pages of
+        the lease together. If a copy fails afterwards, or a ``put`` replaces its page, ``wait`` truncates the
+        lease, and results computed from the removed pages are invalid. A page that is decoded by the CPU, or
+        read from NVMe without a HOST tier, counts as submitted once all its layers have arrived.
 
         Args:
             layer: Index of the layer.
-            timeout_s: Longest time to block, in seconds; None without a limit.
+            timeout_s: Longest time to block, in seconds. None: no limit.
 
         Returns:
-            None if the bytes are there. Otherwise an event to wait for before reading, on the host or with
-                ``stream.wait_event``. It ends these copies, and the writing of pages put with an event, covered or
-                sealed under the lease, whoever put them. A single event is returned as it was given; events that a CUDA
-                stream cannot wait for are wrapped in one that it can.
+            None if the layer can be read now. Otherwise an event that must complete before the layer is read:
+                call its ``synchronize``, or pass it to ``stream.wait_event``. It completes once this layer
+                has been copied, and once all leased pages that any caller put with an event are written. If
+                there is only one event to wait for, it is returned unchanged. Events that a CUDA stream
+                cannot wait for are wrapped in one that it can.
 
         Raises:
-            TimeoutError: ``timeout_s`` ran out.
-            ValueError: There is no such layer.
+            TimeoutError: The wait timed out.
+            ValueError: ``layer`` is out of range.
             LeaseError: The lease was released.
         """
-        self._require_open(f"ready({layer})")
+        self._require_open(f"wait for layer {layer}")
         number = whole("layer", layer)
         if number >= self._host.num_layers:
             raise ValueError(f"layer must be from 0 to {self._host.num_layers - 1}, got {number}")
         return self._host.wait_for_layer(self._record, number, _deadline(timeout_s))
 
     def release(self, after: Event | None = None) -> None:
-        """End the hold. The slots may be reused once ``after`` has happened.
+        """Release the lease. Its slots may be reused once ``after`` has completed.
 
-        With engine-owned HBM, slots whose pages had not arrived are reported by ``poll``, once nothing writes them.
+        ``after`` completes when the caller no longer reads the slots. None stands for the work launched so
+        far on the caller's current CUDA stream. If an engine owns HBM and some pages have not arrived yet,
+        ``poll`` reports their slots once nothing writes to them.
 
         Raises:
-            LeaseError: The lease was released before.
+            LeaseError: The lease was already released.
         """
         self._require_open("release")
         require_event(after)
@@ -157,12 +168,13 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._record.released:
-            # A store closed in the meantime has ended all leases; leaving the block is no mistake of the caller.
+            # If the store was closed in the meantime, all leases have ended already. That is not an error.
             with suppress(StoreClosed):
                 self._let_go(None)
 
     def __del__(self) -> None:
-        # Any thread, at any moment, also one that has the store's lock: what is held is left for a call to take back.
+        # A finalizer may run on any thread at any time, even while that thread holds the store's lock. So the
+        # lease is only queued here, and a later call to the store releases it.
         if not self._record.released and self._host.abandon(self._record):
             warnings.warn(
                 f"a lease of {len(self._record.slots)} pages was dropped without release",
@@ -177,18 +189,27 @@ class Lease:
 
     def _require_open(self, verb: str) -> None:
         if self._record.released:
-            raise LeaseError(f"{verb}: the lease was released already")
+            raise LeaseError(f"cannot {verb}: the lease was already released")
 
 
 def require_event(after: object) -> None:
-    """Raise TypeError unless ``after`` is an event or None. Slots that wait for anything else would be lost."""
+    """Raise TypeError unless ``after`` is an Event or None.
+
+    Slots that waited for any other object would never become free.
+    """
     if after is not None and not isinstance(after, Event):
-        raise TypeError(f"after must be an event with query() and synchronize(), or None, got {after!r:.60}")
+        raise TypeError(
+            f"after must be an event with the methods query and synchronize, or None, got {after!r:.60}"
+        )
 
 
 def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
-    """Return the record behind an open lease of this host. LeaseError if it was released or is another store's."""
-    lease._require_open("put under")
+    """Return the directory's record of an open lease.
+
+    Raises:
+        LeaseError: The lease was released, or belongs to another store.
+    """
+    lease._require_open("put pages with this lease")
     if lease._host is not host:
         raise LeaseError("the lease belongs to another store")
     return lease._record
@@ -199,7 +220,10 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 class LeaseHost:
-    """The host of all leases of a store: fills them, waits for their pages and ends them. Thread-safe."""
+    """The part of a store that creates leases, loads and waits for their pages, and releases them.
+
+    Thread-safe.
+    """
 
     def __init__(self, pump: Pump, device: HbmDevice, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -208,9 +232,9 @@ class LeaseHost:
         self._events = pump.events
         self._device = device
         self._abandoned: deque[LeaseRecord] = deque()
-        """Of leases that were dropped without release: finalisers append to it, without the lock."""
+        """Leases that were dropped without ``release``. Finalizers append to this queue without the lock."""
         self._line: deque[LeaseRecord] = deque()
-        """Leases that wait for room, in the order in which they came, and some that wait no longer."""
+        """Leases that wait for space in HBM, in order of arrival. Some may no longer be waiting."""
 
     def acquire(
         self,
@@ -221,7 +245,11 @@ class LeaseHost:
         exact: bool,
         wait_for_room_s: float,
     ) -> Lease:
-        """Return a lease over the longest available prefix. Its first pages move before its last are reserved."""
+        """Return a lease on the longest available prefix. See ``TierStore.acquire``.
+
+        Slots are reserved in batches. The first pages are already being loaded while slots for later pages
+        are reserved.
+        """
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         with self._pump.lock, self._pump.guard:
@@ -233,24 +261,25 @@ class LeaseHost:
             if wait_for_room_s and _lacks_room(record):
                 until = now + wait_for_room_s
                 self._wait_for_room(record, until if deadline is None else min(until, deadline))
-        except BaseException:  # an engine's slot that cannot be used, a signal: nobody gets this lease
+        except BaseException:  # invalid engine slot or signal: the caller never gets this lease
             if not record.released:
                 self._abandoned.append(record)
             raise
         return Lease(self, record)
 
     def _extend(self, record: LeaseRecord) -> None:
-        """Cover all pages that are available now, one batch per hold of the lock."""
+        """Add all pages that are available now to the lease, in batches, releasing the lock after each."""
         while not record.complete:
             with self._pump.lock, self._pump.guard:
                 self._directory.extend_lease(record, BATCH_PAGES, monotonic())
                 self._pump.submit()
 
     def _wait_for_room(self, record: LeaseRecord, until: float) -> None:
-        """Keep covering pages as space becomes free.
+        """Extend the lease as HBM space becomes free.
 
-        Ends at the monotonic time ``until``, or when nothing in flight can free any. Waiting leases get space in the
-        order in which they came. The pages that this lease holds already stay pinned.
+        Return when the lease needs no more space, when nothing in flight can free any, or at the monotonic
+        time ``until``. Waiting leases are served in order of arrival. Pages that the lease already covers
+        stay pinned.
         """
         record.wants_room = True
         self._line.append(record)
@@ -270,7 +299,7 @@ class LeaseHost:
                 if not coming:
                     return
             self._extend_again(record)
-        except BaseException:  # nobody gets this lease, and nobody used its pages
+        except BaseException:  # the caller never gets this lease, and its pages were not used
             record.counted = True
             with suppress(StoreClosed):
                 self._end_pins(record, None)
@@ -286,11 +315,18 @@ class LeaseHost:
         self._extend(record)
 
     def _room_is_coming(self) -> bool:
-        """Return, with the lock held, whether HBM gets space without a release or a freed slot."""
+        """Return whether HBM has free space, or will have some without a ``release`` or ``free`` call.
+
+        The caller holds the lock.
+        """
         return self._events.waiting or self._directory.room_is_coming(monotonic())
 
     def wait_until_settled(self, record: LeaseRecord, deadline: float | None, *, written: bool) -> LeaseState:
-        """Advance the store until the lease is final, and its pages ``written``, or the deadline has come."""
+        """Wait until the lease's state is final or the deadline has passed, and return the state.
+
+        The calling thread processes finished copies and starts new ones while it waits. ``written`` has the
+        same meaning as in ``Lease.wait``.
+        """
         start = monotonic()
         state = LeaseState.PENDING
         for _ in self._pump.until(deadline):
@@ -301,7 +337,7 @@ class LeaseHost:
         return state
 
     def _state(self, record: LeaseRecord, *, written: bool) -> LeaseState:
-        """Return the lease's state. Takes the lock only while a page of some lease may be unwritten."""
+        """Return the state of the lease. The lock is taken only if some page may be unwritten."""
         state = record.state
         if state is LeaseState.PENDING or self._events.all_written:
             return state
@@ -314,13 +350,13 @@ class LeaseHost:
             return state
 
     def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
-        """Advance the store until this layer of the lease's pages is in flight.
+        """Wait until the copies of this layer of all leased pages have been submitted. See ``Lease.ready``.
 
         Returns:
-            The event that ends its copies and the writing of the pages; None if it is there.
+            The event that completes when the layer can be read, or None if it can be read now.
 
         Raises:
-            TimeoutError: The deadline has come.
+            TimeoutError: The deadline has passed.
         """
         start = monotonic()
         for _ in self._pump.until(deadline):
@@ -340,14 +376,17 @@ class LeaseHost:
         return NOT_YET if coming is None else self._pump.mover.arriving(coming, layer)
 
     def release_lease(self, record: LeaseRecord, after: Event | None) -> None:
-        """End the lease's pins once ``after`` has happened."""
+        """End the lease at once, and release its pins once ``after`` has completed."""
         self._pump.advance()
         self._end(record, self._device.last_use(after))
 
     def abandon(self, record: LeaseRecord) -> bool:
-        """Leave a lease whose handle is gone to ``take_back``. False if the store has ended or is another process's.
+        """Queue a lease whose handle was garbage-collected, so that ``take_back`` releases it.
 
-        Takes no lock, because a finalizer runs on any thread, also in the middle of a hold.
+        Takes no lock, because a finalizer may run on any thread, even while that thread holds the lock.
+
+        Returns:
+            False if the store was closed or belongs to another process.
         """
         if not self._pump.usable:
             return False
@@ -355,9 +394,10 @@ class LeaseHost:
         return True
 
     def take_back(self) -> None:
-        """Release leases that were garbage-collected without ``release()``, after all device work launched so far.
+        """Release the leases that were garbage-collected without ``release``.
 
-        Tries again later if the device cannot record an event now (for example during CUDA graph capture).
+        Their pins end after all device work launched so far. If the device cannot record an event now, for
+        example during CUDA graph capture, a later call tries again.
         """
         while self._abandoned:
             try:

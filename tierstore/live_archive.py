@@ -1,4 +1,4 @@
-"""A running store as the source or the sink of an archive."""
+"""The archive source and sink of a running store: they export pages from it and import pages into it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey
 
 _PATIENCE_S = 10.0
-"""Longest wait for a page to be loaded, or for a free slot to load it into."""
+"""Longest time to wait for a page to be loaded, or for a free slot, in seconds."""
 
 
 class LiveSource:
-    """Reads a page from NVMe as the record there, and any other page from HBM under a lease."""
+    """Archive source that reads pages of a running store.
+
+    A page on NVMe is read as a record, in its stored form. Any other page is loaded into HBM under a lease
+    and read there in unencoded form.
+    """
 
     def __init__(
         self,
@@ -43,13 +47,13 @@ class LiveSource:
         disk: NvmeTier | None,
         acquire: Callable[[Sequence[PageKey]], Lease],
     ) -> None:
-        """Read from the store of ``pump``.
+        """Create a source for the store that ``pump`` drives.
 
         Args:
             pump: The store's pump.
-            description: What the store's pages are.
-            pool: The store's HBM; None where an engine owns it.
-            disk: The store's NVMe tier, if it has one.
+            description: Describes the store's pages.
+            pool: The store's HBM, or None if an engine owns HBM.
+            disk: The store's NVMe tier, or None.
             acquire: ``TierStore.acquire`` of the same store.
         """
         self.description = description
@@ -60,7 +64,11 @@ class LiveSource:
         self._memory = RecordBuffers(description.layout.blob_nbytes)
 
     def record(self, key: PageKey) -> Record | str:
-        """See ``Source.record``. Raises StoreClosed if the store is closed."""
+        """See ``Source.record``.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
         self._pump.advance()
         tier = self._disk
         on_disk = False
@@ -78,9 +86,12 @@ class LiveSource:
         self._memory.give_back(record)
 
     def _from_memory(self, key: PageKey, reason: str) -> Record | str:
-        """Read the page from HBM. ``reason`` says why the disk did not have it."""
+        """Load the page into HBM and return it as a record, or return why that failed.
+
+        ``reason`` says why the page could not be read from disk.
+        """
         if self._pool is None:
-            return f"{reason} on disk; an engine's own store gives what `flush` has brought there"
+            return f"{reason} on disk; with hbm.owner: engine, only pages that `flush` wrote there can be exported"
         for lease in self._leases(key):
             with lease:
                 if lease.wait(_PATIENCE_S) is LeaseState.READY and lease.num_pages:
@@ -112,15 +123,15 @@ class LiveSource:
 
 
 class LiveSink:
-    """Stores pages as an engine would after computing them, and writes them to disk if the store has one."""
+    """Archive sink that puts pages into a running store, which then copies them to its lowest tier."""
 
     def __init__(
         self, pump: Pump, description: Description, pool: OwnPool, slots: OwnSlots | EngineSlots
     ) -> None:
-        """Write to the store of ``pump``, whose HBM is ``pool``.
+        """Create a sink for the store that ``pump`` drives and whose HBM is ``pool``.
 
         Raises:
-            ArchiveError: The store's copies are lossy, so an imported page would not be exact.
+            ArchiveError: The store uses a lossy codec, so an imported page would not stay exact.
         """
         if description.loss_class != EXACT:
             raise ArchiveError(
@@ -147,7 +158,11 @@ class LiveSink:
             return residency.where(key) is not None and key not in residency.orphans
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """See ``Sink.take``. Raises StoreClosed if the store is closed."""
+        """See ``Sink.take``.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
         for number, record in enumerate(records):
             try:
                 record_format.decode(
@@ -165,7 +180,7 @@ class LiveSink:
         slots = self._slots.allocate(1, _PATIENCE_S)
         try:
             if head.parent is not None and not self.reaches(head.parent):
-                raise CapacityError("the page before it was evicted to make room")
+                raise CapacityError("its parent page was evicted to make space")
             self._pool.write(slots[0], page)
         except BaseException:
             self._slots.free(slots, None)

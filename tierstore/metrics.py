@@ -1,7 +1,8 @@
-"""What a store reports about itself: counters in its own registry, ``stats()``, and ``explain()`` for one page.
+"""The metrics of a store: counters in its own registry, and the data of ``stats()`` and ``explain()``.
 
-Counters are named ``tierstore_<noun>_<unit>_total``. Every page requested by ``acquire`` is counted once, as a hit in
-the tier where it was found or as a miss with its reason, so hits and misses add up to the pages requested.
+Counters are named ``tierstore_<noun>_<unit>_total``. ``acquire`` counts every requested page once, either as
+a hit in the tier where it was found or as a miss with a reason. So hits and misses add up to the number of
+requested pages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from tierstore.types import Tier
+from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +34,19 @@ _WAIT_BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
-    """What one process that holds page bytes got of what it asked for. Plain data that crosses processes.
+    """The state of one process that stores page bytes: devices, copy routes, pinned memory, disk and errors.
+
+    Plain data that may be sent to other processes.
 
     Attributes:
-        slow_copies: Why copies use a slower route, or None.
-        refused: Why memory is not page-locked, or None.
-        disk: State of its NVMe tier; None without one.
+        device: Name of the device that contains HBM.
+        copies: Name of the method that copies pages between HBM and host memory.
+        pin_nbytes: Bytes of host memory that should be pinned (page-locked).
+        pinned_nbytes: Bytes of host memory that are pinned now.
+        pinning: Whether memory is being pinned in the background.
+        slow_copies: The reason why copies use a slower method, or None.
+        refused: The reason why memory is not pinned (page-locked), or None.
+        disk: The state of the rank's NVMe tier, or None if it has none.
     """
 
     device: str = "cpu"
@@ -50,27 +58,27 @@ class RankHealth:
     refused: str | None = None
     disk: str | None = None
     faults: int = 0
-    """Number of unexpected errors in its threads."""
+    """Number of unexpected errors in the rank's threads."""
     stalled_steps: int = 0
-    """Number of engine steps that waited 10 s or longer for copies out of the blocks that they overwrite."""
+    """Number of engine steps that waited 10 s or longer until blocks were copied and could be overwritten."""
     failed_pages: int = 0
-    """Number of pages that it failed to move."""
+    """Number of pages that the rank failed to copy."""
     open_transfers: int = 0
-    """Number of transfers that it was given and has not ended."""
+    """Number of transfers that the rank has received and not finished."""
 
     @property
     def unpinned_nbytes(self) -> int:
-        """Bytes of host memory that should be page-locked and are not, or not yet."""
+        """Number of bytes of host memory that should be pinned but are not pinned yet."""
         return max(0, self.pin_nbytes - self.pinned_nbytes)
 
     @property
     def troubles(self) -> list[str]:
-        """Problems that last until somebody acts, in words for a log."""
+        """Problems that remain until an operator fixes them, as text for a log."""
         found = []
         if self.unpinned_nbytes and not self.pinning:
             found.append(
-                f"{self.unpinned_nbytes} of {self.pin_nbytes} bytes of host memory are not page-locked, copies to and "
-                f"from them are slow: {self.refused}"
+                f"{exact_size(self.unpinned_nbytes)} of {exact_size(self.pin_nbytes)} of host memory are not "
+                f"page-locked, so copies to and from them are slow: {self.refused}"
             )
         if self.slow_copies is not None:
             found.append(f"copies between {self.device} and host memory are slow: {self.slow_copies}")
@@ -79,12 +87,15 @@ class RankHealth:
         return found
 
     def stats(self, rank: int) -> dict[str, object]:
-        """Return the entry of this rank in ``TierStore.stats``."""
+        """Return this rank's entry in ``TierStore.stats``."""
         return {"rank": rank, **asdict(self), "unpinned_nbytes": self.unpinned_nbytes}
 
 
 class _Ranks(Collector):
-    """Figures by rank, read at each scrape. ``apart``: the ranks are other processes."""
+    """Collector of the metrics that have a label ``rank``. It reads the health of all ranks at each scrape.
+
+    ``apart`` is True if the ranks are other processes; some metrics exist only then.
+    """
 
     def __init__(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
         self._ranks = ranks
@@ -107,27 +118,27 @@ class _Ranks(Collector):
 
         yield gauge(
             "unpinned_bytes",
-            "Host memory that was to be page-locked and is not, or not yet",
+            "Bytes of host memory that should be page-locked but are not, or not yet",
             lambda h: h.unpinned_nbytes,
         )
         yield gauge(
             "slow_copies",
-            "1 where copies between HBM and host memory take a slower route than the card allows",
+            "1 if copies between HBM and host memory use a slower method than the GPU allows",
             lambda h: float(h.slow_copies is not None),
         )
         if not self._apart:
             return
         yield gauge(
             "rank_disk_trouble",
-            "1 while the NVMe tier of the rank is read-only or absent",
+            "1 while the rank's NVMe tier is read-only or absent",
             lambda h: float(h.disk not in (None, "ok")),
         )
         yield gauge(
             "rank_open_transfers",
-            "Transfers that the rank was given and has not ended",
+            "Transfers in flight on the rank",
             lambda h: h.open_transfers,
         )
-        yield counter("rank_failed_pages", "Pages that the rank did not move", lambda h: h.failed_pages)
+        yield counter("rank_failed_pages", "Pages that the rank failed to move", lambda h: h.failed_pages)
         yield counter(
             "rank_stalled_steps",
             "Steps of the engine that waited 10 s or longer for copies on the rank",
@@ -137,70 +148,112 @@ class _Ranks(Collector):
 
 
 class Metrics:
-    """Counters of one store. Written under the store's lock; ``text`` is thread-safe."""
+    """The counters of one store. They are updated under the store's lock. ``text`` is thread-safe."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self._hits = Counter("tierstore_hits_pages", "Pages found, by tier", ["tier"], registry=r)
+        self._hits = Counter(
+            "tierstore_hits_pages",
+            "Pages found by acquire, by the fastest tier that had them",
+            ["tier"],
+            registry=r,
+        )
         self._misses = Counter(
-            "tierstore_misses_pages", "Pages not served, by reason", ["reason"], registry=r
+            "tierstore_misses_pages", "Pages that acquire did not deliver, by reason", ["reason"], registry=r
         )
-        self._dropped = Counter("tierstore_dropped_copies", "Copies dropped", ["tier", "reason"], registry=r)
-        self._bytes = Counter("tierstore_transfer_bytes", "Payload bytes moved", ["src", "dst"], registry=r)
-        self._seconds = Counter("tierstore_transfer_seconds", "Time in transfers", ["src", "dst"], registry=r)
+        self._dropped = Counter(
+            "tierstore_dropped_copies",
+            "Copies of pages removed from a tier, by reason",
+            ["tier", "reason"],
+            registry=r,
+        )
+        self._bytes = Counter(
+            "tierstore_transfer_bytes", "Bytes of pages moved between two tiers", ["src", "dst"], registry=r
+        )
+        self._seconds = Counter(
+            "tierstore_transfer_seconds",
+            "Seconds spent in transfers between two tiers",
+            ["src", "dst"],
+            registry=r,
+        )
         self._failures = Counter(
-            "tierstore_failed_pages", "Pages not moved", ["src", "dst", "reason"], registry=r
+            "tierstore_failed_pages",
+            "Pages that could not be moved, by reason",
+            ["src", "dst", "reason"],
+            registry=r,
         )
-        self._hints = Counter("tierstore_hints", "Hints, by what became of them", ["result"], registry=r)
+        self._hints = Counter("tierstore_hints", "Hints received, by result", ["result"], registry=r)
         self._prefetch = Counter(
             "tierstore_prefetch_bytes",
-            "Payload bytes brought up ahead of need, by use",
+            "Bytes of pages loaded ahead of a request, by result: useful, late, wasted, cancelled",
             ["result"],
             registry=r,
         )
         self._avoided = Counter(
-            "tierstore_prefetch_avoided_seconds", "Load time that leases found behind them", registry=r
+            "tierstore_prefetch_avoided_seconds",
+            "Seconds of loading that requests did not have to wait for, because pages were prefetched",
+            registry=r,
         )
         self._abandoned = Counter(
-            "tierstore_abandoned_leases", "Leases dropped without release, and taken back", registry=r
+            "tierstore_abandoned_leases",
+            "Leases that were garbage-collected without a call to release",
+            registry=r,
         )
         self._faults = Counter("tierstore_faults", "Unexpected errors in the store's threads", registry=r)
         self._holds = Gauge(
-            "tierstore_lock_longest_hold_seconds", "Longest hold of the store's lock", ["clock"], registry=r
+            "tierstore_lock_longest_hold_seconds",
+            "Longest time that the store's lock was held, in elapsed time or CPU time",
+            ["clock"],
+            registry=r,
         )
-        self._pages = Gauge("tierstore_pages", "Pages now, by tier and state", ["tier", "state"], registry=r)
+        self._pages = Gauge(
+            "tierstore_pages", "Current number of pages, by tier and state", ["tier", "state"], registry=r
+        )
         self._waiting = Gauge(
-            "tierstore_admission_waiting_pages", "Pages in memory that admission keeps from NVMe", registry=r
+            "tierstore_admission_waiting_pages",
+            "Pages in memory that the admission policy has not written to NVMe",
+            registry=r,
         )
         self._budget = Gauge(
-            "tierstore_nvme_day_bytes", "NVMe writes of 24 hours: written, left", ["state"], registry=r
+            "tierstore_nvme_day_bytes",
+            "Bytes written to NVMe in the last 24 hours, and bytes left of nvme.daily_writes",
+            ["state"],
+            registry=r,
         )
-        self._pinned = Gauge("tierstore_host_pinned_bytes", "Host memory that is page-locked", registry=r)
+        self._pinned = Gauge(
+            "tierstore_host_pinned_bytes", "Bytes of host memory that are page-locked", registry=r
+        )
         self._disk = Gauge(
             "tierstore_nvme_state",
-            "1 for the state of the NVMe tier: ok, read_only, absent",
+            "1 for the current state of the NVMe tier, 0 for its other states",
             ["state"],
             registry=r,
         )
         self._wait = Histogram(
-            "tierstore_lease_wait_seconds", "Time in Lease.wait", buckets=_WAIT_BUCKETS, registry=r
+            "tierstore_lease_wait_seconds",
+            "Seconds that calls to Lease.wait took",
+            buckets=_WAIT_BUCKETS,
+            registry=r,
         )
 
     def hit(self, tier: Tier, pages: int = 1) -> None:
-        """Count pages that an acquire found, by the fastest tier that held them."""
+        """Count pages that ``acquire`` found, under the fastest tier that contained them."""
         self._hits.labels(tier.name).inc(pages)
 
     def miss(self, reason: str, pages: int = 1) -> None:
-        """Count pages that an acquire could not serve, by reason."""
+        """Count pages that ``acquire`` could not provide, under the given reason."""
         self._misses.labels(reason).inc(pages)
 
     def dropped(self, tier: Tier, reason: str, number: int) -> None:
-        """Count copies that left a tier. Reason "saved" means that the pages are still readable elsewhere."""
+        """Count ``number`` copies that were dropped from a tier for the same reason.
+
+        The reason "saved" means that the pages are still readable in another tier.
+        """
         self._dropped.labels(tier.name, reason).inc(number)
 
     def moved(self, transfer: Transfer, ack: Ack, page_nbytes: int) -> None:
-        """Count a transfer that ended."""
+        """Count a finished transfer."""
         edge = (transfer.src.name, transfer.dst.name)
         self._bytes.labels(*edge).inc(ack.num_ready * page_nbytes)
         self._seconds.labels(*edge).inc(ack.seconds)
@@ -210,46 +263,52 @@ class Metrics:
             self._failures.labels(*edge, "late").inc(len(ack.late))
 
     def hinted(self, result: str) -> None:
-        """Count the answer to a hint."""
+        """Count a hint by its result."""
         self._hints.labels(result).inc()
 
     def prefetched(self, result: str, nbytes: int) -> None:
-        """Count bytes that were prefetched, by what became of them.
+        """Count prefetched bytes by result.
 
         Args:
-            result: "useful" (used), "late" (requested while in flight), "wasted" (left the tier unused) or "cancelled"
-                (left it unused after the hint had ended).
-            nbytes: Bytes of the page.
+            result: "useful": a lease used the pages. "late": a lease requested them while they were in
+                flight. "wasted": they were dropped without use. "cancelled": the same, but after the hint had
+                ended.
+            nbytes: Total size of the pages in bytes.
         """
         self._prefetch.labels(result).inc(nbytes)
 
     def avoided(self, seconds: float) -> None:
-        """Count load time that was over before a lease took the page."""
+        """Count the seconds that leases did not have to wait, because pages were prefetched."""
         self._avoided.inc(seconds)
 
     def abandoned(self) -> None:
-        """Count a lease that was dropped without release and taken back."""
+        """Count a lease that the store released because it was garbage-collected without ``release``."""
         self._abandoned.inc()
 
     def fault(self) -> None:
-        """Count an error that reached the top of a thread, where it was logged."""
+        """Count an unexpected error that was caught and logged at the top of a thread."""
         self._faults.inc()
 
     def waited(self, seconds: float) -> None:
-        """Count a ``Lease.wait`` and its duration."""
+        """Count a call to ``Lease.wait`` or ``Lease.ready`` that took ``seconds``."""
         self._wait.observe(seconds)
 
     def watch_lock(self, elapsed: Callable[[], float], cpu: Callable[[], float]) -> None:
-        """Report a lock's longest hold from now on, in seconds: elapsed time, and CPU time of the holder."""
+        """Report the longest hold of the store's lock from now on.
+
+        Args:
+            elapsed: Returns the longest hold in seconds of elapsed time.
+            cpu: Returns the longest hold in seconds of CPU time.
+        """
         self._holds.labels("elapsed").set_function(elapsed)
         self._holds.labels("cpu").set_function(cpu)
 
     def watch_pinned(self, nbytes: Callable[[], float]) -> None:
-        """Report from now on how much of the host tier is page-locked."""
+        """Report from now on how many bytes of host memory are pinned (page-locked)."""
         self._pinned.set_function(nbytes)
 
     def watch_ranks(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
-        """Report the health of every rank from now on. ``apart``: the ranks are other processes."""
+        """Report the health of every rank from now on. ``apart`` is True if the ranks are other processes."""
         self.registry.register(_Ranks(ranks, apart=apart))
 
     def watch_disk(self, state: Callable[[], str]) -> None:
@@ -262,13 +321,16 @@ class Metrics:
             self._disk.labels(name).set_function(partial(is_now, name))
 
     def pages(self, tier: Tier, state: str, number: int) -> None:
-        """Set the number of a tier's pages in a state: free, resident, pinned, owned or quarantined."""
+        """Set the number of pages of a tier in one state: free, resident, pinned, owned or quarantined."""
         self._pages.labels(tier.name, state).set(number)
 
     def admission(self, waiting_pages: int, written: int, left: int | None) -> None:
-        """Set the pages kept from NVMe, the bytes written there in 24 hours, and what is left of the budget.
+        """Set the metrics of admission.
 
-        ``left`` is None without a budget.
+        Args:
+            waiting_pages: Number of pages in memory that admission has not allowed to be written to NVMe.
+            written: Bytes written to NVMe in the last 24 hours.
+            left: Remaining bytes of the daily budget, or None if there is no budget.
         """
         self._waiting.set(waiting_pages)
         self._budget.labels("written").set(written)
@@ -276,7 +338,10 @@ class Metrics:
             self._budget.labels("left").set(left)
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Return the totals since opening by metric (without the prefix), then by label values joined with ``,``."""
+        """Return the current values of all metrics, by metric and label values.
+
+        Metric names are without the prefix ``tierstore_``. Label values are joined with ``,``.
+        """
         found: dict[str, dict[str, float]] = {}
         for metric in self.registry.collect():
             rows: dict[str, float] = {}
@@ -289,23 +354,25 @@ class Metrics:
         return found
 
     def text(self) -> str:
-        """Return all counters in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry).decode()
 
 
 def occupancy(directory: Directory, tier: Tier) -> str:
-    """Return a line for an error message: the states of a tier's slots."""
+    """Return the number of a tier's slots in each state, as text for an error message."""
     states = ", ".join(f"{number} {state}" for state, number in _states(directory, tier).items())
     return f"{states}; {len(directory.leases.open)} leases are open"
 
 
 def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
-    """Return what the store knows about one page, for ``TierStore.explain``.
+    """Return the state of one page, for ``TierStore.explain``.
 
     Returns:
-        Copies by tier ("ready" or "arriving", and pins); whether the HBM copy still waits for its writer's event; the
-            parent; whether all pages before it exist; whether it may only be in memory, or is until admission wants it
-            on disk; and why it was evicted, if recently.
+        ``copies``: for each tier, whether the copy is "ready" or "arriving", and its number of pins.
+            ``being_written``: whether the HBM copy waits for the event of its writer. ``reachable``: whether
+            all earlier pages exist. ``not_admitted``: whether admission keeps the page in memory.
+            ``going_down_to``: the tier to which a caller has asked to copy the page. ``lost``: why the page
+            was evicted, if that happened recently.
     """
     copies = {
         tier.name: {"state": "ready" if copy.ready else "arriving", "pins": copy.pins}
@@ -330,22 +397,26 @@ def explain_page(directory: Directory, key: PageKey) -> dict[str, object]:
 
 
 def held_or_retained(directory: Directory) -> list[PageKey]:
-    """Return the keys under a lease or a retain hint, without duplicates, whichever tiers have their pages."""
+    """Return the keys that a lease or a ``retain`` hint covers, without duplicates.
+
+    The pages may be in any tier.
+    """
     held = [key for lease in directory.leases.open for key, _ in lease.held]
     leased = [key for lease in directory.leases.open for key in lease.keys[: len(lease.slots)]]
     return list(dict.fromkeys([*held, *leased, *directory.hints.keys_retained]))
 
 
 def of_hbm(directory: Directory, keys: Sequence[PageKey]) -> list[PageKey]:
-    """Return those of ``keys`` that HBM holds, or will hold when a load has ended."""
+    """Return the keys whose pages are in HBM or in flight to it."""
     table = directory.residency.tables.get(Tier.HBM)
     return [] if table is None else [key for key in keys if key in table.copies]
 
 
 def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
-    """Return everything that ``TierStore.stats`` returns, as plain data.
+    """Return the data of ``TierStore.stats``.
 
-    If other processes hold the bytes, "hbm" and "host" are totals over all ranks, and "ranks" lists each.
+    If other processes store the bytes, "hbm" and "host" are totals over all ranks, and "ranks" lists each
+    rank.
     """
     directory, layout = parts.directory, parts.layout
     ranks = {} if parts.ranks is None else parts.ranks()
@@ -380,7 +451,7 @@ def stats(config: StoreConfig, parts: Parts) -> dict[str, object]:
 
 
 def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
-    """Return devices and routes of all ranks, without duplicates, under the keys of ``HbmDevice.stats``."""
+    """Return the devices and copy routes of all ranks, in the form of ``HbmDevice.stats``."""
     if not ranks:
         return {}
     slow = {rank: found.slow_copies for rank, found in ranks.items()}
@@ -394,7 +465,11 @@ def _hbm_of(ranks: Mapping[int, RankHealth]) -> dict[str, object]:
 def _host_of(
     ranks: Mapping[int, RankHealth], config: StoreConfig, held: HostFormat
 ) -> dict[str, object] | None:
-    """Return the host memory of all ranks in total, under the keys of ``HostArena.stats``; None if there is none."""
+    """Return the totals of all ranks' host memory, in the form of ``HostArena.stats``.
+
+    Returns:
+        None if there are no ranks or no host tier.
+    """
     if not ranks or config.host is None:
         return None
     return {
@@ -409,12 +484,15 @@ def _host_of(
 
 
 def _reasons(by_rank: Mapping[int, str | None]) -> str | None:
-    """Return one line that names every rank with a reason."""
+    """Join the reasons of the ranks that have one into a single line. Return None if no rank has one."""
     return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(by_rank.items()) if why) or None
 
 
 def _admission(directory: Directory, page_nbytes: int, metrics: Metrics) -> dict[str, object]:
-    """Return what admission has kept from the disk since opening, and the state of the write budget."""
+    """Return the number of pages that admission kept off the disk, and the state of the write budget.
+
+    Also set the metrics of admission.
+    """
     refused = directory.drops.refused
     found = directory.admission.stats()
     metrics.admission(found["waiting_pages"] or 0, found["written_last_24h"] or 0, found["left_today"])

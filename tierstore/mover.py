@@ -1,7 +1,7 @@
-"""The mover: executes transfers between the tiers and reports their results. It knows no residency and no policy.
+"""Movers: they execute transfers between tiers and report the results. They make no decisions about pages.
 
-``Mover`` is the protocol that receives a directory's decisions. ``LocalMover`` moves the bytes of this process;
-``ranks.Ranks`` has other processes move theirs.
+``Mover`` is the protocol of an object that executes the directory's commands. ``LocalMover`` copies bytes in
+this process; ``ranks.Ranks`` passes the commands to other processes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 _GRACE_S = 0.5
-"""Longest time until an idle thread has ended."""
+"""Minimum time in seconds that each part gets to close. An idle thread exits within this time."""
 
 
 class SlotBytes(Protocol):
-    """A tier whose slots are memory."""
+    """A tier whose slots are in memory that the CPU can access."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the slot's page in place, as flat uint8."""
+        """Return a view of the page in the slot, as flat uint8."""
         ...
 
 
@@ -39,17 +39,17 @@ class Settled(Protocol):
     """The part of ``threading.Event`` that a polling caller needs."""
 
     def is_set(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event has been set."""
         ...
 
 
 class SyncMark(Protocol):
-    """A mark in the queue of a record tier.
+    """A mark in the queue of a record tier, after everything that was submitted before it.
 
     Attributes:
-        done: Everything submitted before it is settled.
-        synced: Then: the writes that succeeded are durable.
-        ok: Then: the erases are durable, too.
+        done: Set once everything submitted before the mark has succeeded or failed.
+        synced: Whether the writes that succeeded are durable. Valid once ``done`` is set.
+        ok: Whether the erases are durable, too. Valid once ``done`` is set.
     """
 
     @property
@@ -63,104 +63,124 @@ class SyncMark(Protocol):
 
 
 class RecordTier(Protocol):
-    """A tier that keeps pages by key, behind queues."""
+    """A tier that stores each page as a record, which is found by the page's key. Access is asynchronous."""
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Store pages. Never blocks; the views belong to the transfer until its ack."""
+        """Queue pages to be stored. Never blocks. Do not change ``pages`` before the transfer's ack."""
         ...
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Fetch and verify pages. Never blocks; the views belong to the transfer until its ack."""
+        """Queue pages to be read into ``out`` and verified. Never blocks.
+
+        Do not use ``out`` before the transfer's ack.
+        """
         ...
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove records, ordered with the writes around the call."""
+        """Queue the removal of records. Never blocks.
+
+        Erases and writes of the same key take effect in the order in which they were submitted.
+        """
         ...
 
     def poll(self) -> list[Ack]:
-        """Return the transfers that ended since the last call."""
+        """Return the acks of transfers that have finished since the last call."""
         ...
 
     def sync(self, timeout_s: float) -> bool:
-        """Return whether everything submitted before became durable, or was acked as failed, in time."""
+        """Wait until everything submitted before the call is durable or has failed.
+
+        Returns:
+            False if the wait timed out.
+        """
         ...
 
     def begin_sync(self) -> SyncMark:
-        """Mark the queue behind everything submitted so far. Never blocks."""
+        """Add a mark to the queue, after everything submitted so far, and return it. Never blocks."""
         ...
 
     def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for a mark: the tier's state shows it until the tier makes progress."""
-        ...
+        """Record that a caller gave up waiting for a sync mark.
 
-    @property
-    def pending_erases(self) -> int:
-        """Erased pages that a restart now could bring back."""
-        ...
-
-    @property
-    def progress(self) -> object:
-        """A value that changes when the tier has written something."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """Close the tier. Returns whether its threads ended in time."""
-        ...
-
-
-class Mover(Protocol):
-    """Executes a directory's decisions. Not thread-safe; only ``close`` blocks."""
-
-    def submit(self, command: Transfer | Erase) -> None:
-        """Start a command. Commands take effect in the order of submission."""
-        ...
-
-    @property
-    def polled(self) -> bool:
-        """Whether something in flight ends without waking anybody, so ``poll`` must be called to notice."""
-        ...
-
-    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far copies of this layer into these HBM slots have come."""
-        ...
-
-    def poll(self) -> list[Ack]:
-        """Return the transfers that ended since the last call."""
-        ...
-
-    def begin_sync(self) -> SyncMark | None:
-        """Return a mark behind all records submitted so far, or None if no records are kept here."""
-        ...
-
-    def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for a mark.
-
-        The record tiers' state shows it until they make progress.
+        The tier's ``state`` shows this until the tier makes progress.
         """
         ...
 
     @property
     def pending_erases(self) -> int:
-        """Number of erased records that a restart now could bring back."""
+        """Number of erased pages that a restart could bring back now."""
         ...
 
     @property
     def progress(self) -> object:
-        """A value that changes when a record was written or erased."""
+        """A value that changes whenever the tier has written something."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End all threads and tiers. Returns whether they ended in time."""
+        """Close the tier. Return whether its threads exited within ``timeout_s`` seconds."""
+        ...
+
+
+class Mover(Protocol):
+    """Executes the commands of a directory. Not thread-safe. Only ``close`` blocks."""
+
+    def submit(self, command: Transfer | Erase) -> None:
+        """Start a command. Commands take effect in the order in which they are submitted."""
+        ...
+
+    @property
+    def polled(self) -> bool:
+        """Whether ``poll`` must be called regularly.
+
+        This is the case while work is in flight that wakes no thread when it finishes.
+        """
+        ...
+
+    def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
+        """Return the progress of copies of this layer into these HBM slots."""
+        ...
+
+    def poll(self) -> list[Ack]:
+        """Return the acks of transfers that have finished since the last call."""
+        ...
+
+    def begin_sync(self) -> SyncMark | None:
+        """Add a mark after everything submitted to record tiers so far, and return it.
+
+        The result is None if this mover stores no records.
+        """
+        ...
+
+    def give_up_waiting(self) -> None:
+        """Record that a caller gave up waiting for a sync mark.
+
+        The ``state`` of each record tier shows this until the tier makes progress.
+        """
+        ...
+
+    @property
+    def pending_erases(self) -> int:
+        """Number of erased records that a restart could bring back now."""
+        ...
+
+    @property
+    def progress(self) -> object:
+        """A value that changes whenever a record has been written or erased."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Close all tiers and stop all threads. Return whether the threads exited in time."""
         ...
 
 
 class LocalMover:
-    """Moves the bytes of this process's tiers.
+    """A mover that copies pages between the tiers of this process.
 
     Args:
         memory: Tiers whose slots are plain memory.
-        records: Tiers that keep pages by key.
-        copies: Moves pages between HBM and host memory; None until an engine registers its own HBM.
+        copies: Copies pages between HBM and host memory. None if one of the two does not exist, or until an
+            engine has registered its tensors.
+        records: Tiers that store pages as records.
     """
 
     def __init__(
@@ -176,7 +196,7 @@ class LocalMover:
         """Transfers between two record tiers, by id."""
 
     def attach(self, copies: CopyEngine) -> None:
-        """Use this copy engine, for HBM slots that an engine registered after opening."""
+        """Set the copy engine, after an engine has registered its tensors."""
         self._copies = copies
 
     def submit(self, command: Transfer | Erase) -> None:
@@ -199,18 +219,18 @@ class LocalMover:
 
     @property
     def polled(self) -> bool:
-        """Whether the copy engine has something in flight that ends without waking anybody."""
+        """Whether the copy engine has work in flight that wakes no thread when it finishes."""
         return self._copies is not None and self._copies.polled
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return how far copies of this layer into these HBM slots have come.
+        """Return the progress of copies of this layer into these HBM slots.
 
-        Other routes into HBM report only their end.
+        Only a copy engine reports progress by layer. Without one, the result is always NOT_YET.
         """
         return NOT_YET if self._copies is None else self._copies.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
-        """Return the transfers that ended since the last call."""
+        """Return the acks of transfers that have finished since the last call."""
         acks = [] if self._copies is None else self._copies.poll()
         for tier, records in self._records.items():
             found = records.poll()
@@ -218,29 +238,36 @@ class LocalMover:
         return acks
 
     def begin_sync(self) -> SyncMark | None:
-        """Return a mark behind all records submitted so far, or None if no tier keeps records."""
+        """Add a mark after everything submitted to record tiers so far, and return it.
+
+        The result is None if there are no record tiers.
+        """
         marks = [records.begin_sync() for records in self._records.values()]
         return marks[0] if len(marks) == 1 else _Marks(marks) if marks else None
 
     def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for records to be written."""
+        """Record that a caller gave up waiting for a sync mark."""
         for records in self._records.values():
             records.give_up_waiting()
 
     @property
     def pending_erases(self) -> int:
-        """Number of erased records that a restart now could bring back."""
+        """Number of erased records that a restart could bring back now."""
         return sum(records.pending_erases for records in self._records.values())
 
     @property
     def progress(self) -> object:
-        """A value that changes when a record was written or erased."""
+        """A value that changes whenever a record has been written or erased."""
         return [records.progress for records in self._records.values()]
 
     def close(self, timeout_s: float) -> bool:
-        """End the copy engine and the tiers. Returns whether all threads ended in time; a stuck thread is left behind.
+        """Close the copy engine and all tiers. A thread that does not exit in time is abandoned.
 
-        Each gets a moment even when the time is up, so that one stuck thread does not keep the directory locked.
+        Each tier gets at least half a second to close. Otherwise one stuck thread could leave the other tiers
+        open and the NVMe directory locked.
+
+        Returns:
+            Whether all threads exited in time.
         """
         deadline = monotonic() + timeout_s
         ended = self._copies is None or self._copies.close(max(_GRACE_S, timeout_s))
@@ -249,11 +276,15 @@ class LocalMover:
         return ended
 
     def _page_nbytes(self) -> int:
-        """Return the page size of record tiers: that of the slowest memory tier, from which pages are spilled."""
+        """Return the size in bytes of a page as record tiers store it: its size in the slowest memory tier."""
         return self._memory[max(self._memory)].view(0).nbytes
 
     def _relayed(self, tier: Tier, acks: list[Ack]) -> list[Ack]:
-        """Remove the acks that are steps of relays. Returns the other acks, and those of relays that ended."""
+        """Pass the acks of relayed reads and writes to their relays.
+
+        Returns:
+            All other acks, and the acks that the relays report for their transfers.
+        """
         found: list[Ack] = []
         for ack in acks:
             relay = self._relays.get(ack.transfer_id)
@@ -267,7 +298,7 @@ class LocalMover:
 
 
 class _Marks:
-    """Several record tiers' marks, as one."""
+    """The sync marks of several record tiers, combined into one ``SyncMark``."""
 
     def __init__(self, marks: Sequence[SyncMark]) -> None:
         self._marks = marks
@@ -289,14 +320,19 @@ class _Marks:
 
 
 _OF_THE_WRITER = frozenset({Failure.NO_SPACE, Failure.UNFIT, Failure.CLOSED, Failure.UNAVAILABLE})
-"""Failures of a write that the directory does not count as failures of the record that was read."""
+"""Failures of a write that a relay passes on unchanged. Any other is reported as UNAVAILABLE.
+
+Otherwise the directory would conclude that the record that was read is unusable, and drop it.
+"""
 
 
 class _Relay:
-    """A transfer from one record tier to another through memory: pages are read, and those that arrive are written.
+    """A transfer between two record tiers.
 
-    Pages whose read is late are reported as late once the others are written. They form the transfer from then on, and
-    are written when their read has ended.
+    All pages are read into memory. The pages that could be read are then written.
+
+    If the read of some pages is late, the other pages are written first, and the ack then reports the late
+    pages. From then on, the transfer consists of the late pages. They are written when they have been read.
     """
 
     def __init__(self, transfer: Transfer, src: RecordTier, dst: RecordTier, page_nbytes: int) -> None:
@@ -304,18 +340,22 @@ class _Relay:
         self._dst = dst
         self._pages: list[NDArray[np.uint8]] = [np.empty(page_nbytes, np.uint8) for _ in transfer.keys]
         self._read: Ack | None = None
-        """The read whose pages are being written."""
+        """The ack of the read whose pages are being written."""
         self._waiting: Ack | None = None
-        """A read of late pages that ended while the others were being written."""
+        """The ack of a read of late pages that finished while other pages were being written."""
         src.submit_read(transfer, self._pages)
 
     @property
     def ended(self) -> bool:
-        """Whether no page is left to be read or written."""
+        """Whether no page remains to be read or written."""
         return not self._pages
 
     def take(self, tier: Tier, ack: Ack) -> list[Ack]:
-        """Process the end of a read or a write. Returns what the directory must know about the whole transfer."""
+        """Process the ack of this relay's read or write.
+
+        Returns:
+            The acks to report to the directory, about the transfer from one tier to the other.
+        """
         if tier == self._transfer.dst:
             return self._written(ack)
         if self._read is not None:
@@ -333,7 +373,7 @@ class _Relay:
         return []
 
     def _came(self, read: Ack) -> list[int]:
-        """Return the positions of the pages that a read delivered."""
+        """Return the positions of the pages that a read has delivered."""
         if not read.ok and not read.failures:
             return []
         lost = {*(i for i, _ in read.failures), *read.late}

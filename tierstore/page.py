@@ -1,12 +1,12 @@
-"""Define a page: its geometry and identity, where its bytes lie in a slot, and memory to hold them.
+"""The format of a page: its geometry and identity, its layout in a slot, and memory aligned for direct I/O.
 
-A page is one contiguous blob in every tier, all layers together. With several KV groups it is one blob per group, one
-after the other.
+In every tier, the page of one KV group is one contiguous blob that contains all layers. A page with several
+KV groups consists of one blob per group, one after the other.
 
-``buffer`` allocates memory for direct I/O in huge pages. With O_DIRECT the kernel hands the disk the physical address
-of every memory page: 8 MiB in pages of 4 KiB are two thousand addresses, cut into many small requests, and a fast disk
-then reaches a third of its throughput (docs/benchmarks/disk.md,
-"Memory that a disk reads into").
+``buffer`` allocates memory for direct I/O in huge pages. With O_DIRECT, the kernel passes the physical
+address of every memory page to the disk. For 8 MiB in memory pages of 4 KiB, these are two thousand
+addresses. The kernel then splits the transfer into many small requests, so that a fast disk reaches only a
+third of its throughput (docs/benchmarks/disk.md, "Memory that a disk reads into").
 """
 
 from __future__ import annotations
@@ -34,33 +34,41 @@ DTYPE_NBYTES: dict[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Dtypes that a page may have, by torch's names, and the bytes of one element."""
+"""Size in bytes of one element of each supported dtype, by the dtype's name in torch."""
 
 ALIGNMENT = 4096
-"""Every blob of a page starts on this boundary in every tier, so a page is one DMA copy and one direct-I/O extent."""
+"""Alignment in bytes of every blob of a page, in every tier.
+
+Because of it, a single DMA copy or a single direct-I/O request can transfer a page.
+"""
 
 LAYOUT_VERSION = 1
-"""Part of every fingerprint, so that bytes of another layout are never read as this one."""
+"""Version of the page layout.
+
+It is part of every fingerprint, so pages that were written with another version are never found.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSpec:
-    """Describe the pages of one KV group on one shard: geometry and identity. All arguments are keyword-only.
+    """The geometry and identity of the pages of one KV group on one shard. All arguments are keyword-only.
 
     Args:
-        kind: "mha" (K and V per head; also GQA and MQA), "mla" (one latent plane) or "state" (one state per page).
-        num_layers: Layers of the group.
-        page_size: Tokens per page.
-        num_kv_heads: KV heads of this shard.
-        head_dim: Elements per head.
-        dtype: Torch's name of the dtype, such as "bfloat16". A ``torch.dtype`` is taken as its name.
+        kind: "mha": K and V per head, as in MHA, GQA and MQA. "mla": one latent plane. "state": one recurrent
+            state per page instead of one entry per token.
+        num_layers: Number of layers in the group.
+        page_size: Number of tokens per page.
+        num_kv_heads: Number of KV heads on this shard.
+        head_dim: Number of elements per head.
+        dtype: Name of the dtype in torch, such as "bfloat16", or a ``torch.dtype``.
         group: Number of the KV group, 0 to 65535.
         shard: Number of the shard (tensor parallel rank), 0 to 65535.
-        model: Name of everything else that KV depends on. It must change whenever equal tokens would give other KV in
-            the same shard: weights, revision, adapters, quantisation, how the model is spread over shards ("tp=4").
+        model: A name for everything else that K and V depend on: weights, revision, adapters, quantization,
+            and how the model is split into shards ("tp=4"). Use another name whenever equal tokens would give
+            different K or V on the same shard.
 
     Raises:
-        ValueError: An argument is out of range; the message names it.
+        ValueError: An argument is out of range. The message names it.
     """
 
     kind: Literal["mha", "mla", "state"] = "mha"
@@ -76,9 +84,14 @@ class PageSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
             raise ValueError(f"PageSpec.model must be a string, got {self.model!r}")
+        if not self.model.strip():
+            raise ValueError(
+                f"PageSpec.model must name the model and its revision, got {self.model!r}; pages of two unnamed "
+                "models could not be told apart"
+            )
         if self.kind not in ("mha", "mla", "state"):
             raise ValueError(f"PageSpec.kind must be 'mha', 'mla' or 'state', got {self.kind!r}")
-        if type(self.dtype).__module__ == "torch":  # a torch.dtype, whose text is "torch.bfloat16"
+        if type(self.dtype).__module__ == "torch":  # a torch.dtype; its str() is "torch.bfloat16"
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in DTYPE_NBYTES:
             raise ValueError(
@@ -95,24 +108,30 @@ class PageSpec:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape ``[num_layers, planes, tokens, num_kv_heads, head_dim]``; planes is 2 (K, V) for "mha", else 1."""
+        """Shape ``[num_layers, planes, tokens, num_kv_heads, head_dim]`` of a page.
+
+        ``planes`` is 2 (K and V) for "mha", else 1. ``tokens`` is 1 for "state", else ``page_size``.
+        """
         planes = 2 if self.kind == "mha" else 1
         tokens = 1 if self.kind == "state" else self.page_size
         return (self.num_layers, planes, tokens, self.num_kv_heads, self.head_dim)
 
     @property
     def page_nbytes(self) -> int:
-        """Payload bytes of one page."""
+        """Size in bytes of one unencoded page of this group."""
         return prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
     @property
     def layer_nbytes(self) -> int:
-        """Payload bytes of one layer of one page."""
+        """Size in bytes of one layer of an unencoded page."""
         return self.page_nbytes // self.num_layers
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything but the shard. Pages of equal fingerprints are interchangeable."""
+        """Hex digest of all fields except ``shard``.
+
+        Specs with equal fingerprints describe pages of the same model in the same layout.
+        """
         parts = [f"tierstore-layout-{LAYOUT_VERSION}"]
         parts += [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shard"]
         digest = hashlib.sha256()
@@ -124,16 +143,17 @@ class PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Geometry of one page of all KV groups; the same in every tier."""
+    """The layout of one page in a slot, with all its KV groups. It is the same in every tier."""
 
     specs: tuple[PageSpec, ...]
 
     @classmethod
     def of(cls, spec: PageSpec | Sequence[PageSpec]) -> PageLayout:
-        """Return the layout of one spec, or of a sequence of KV groups.
+        """Return the layout of pages with one KV group, or with a sequence of KV groups.
 
         Raises:
-            ValueError: There is no spec, an item is not a PageSpec, or page_size or shard differ between groups.
+            ValueError: ``spec`` is empty, an item is not a PageSpec, or the groups differ in ``page_size`` or
+                ``shard``.
         """
         given = spec if isinstance(spec, Sequence) and not isinstance(spec, str | bytes) else (spec,)
         specs = tuple(given)
@@ -145,27 +165,29 @@ class PageLayout:
         for name in ("page_size", "shard"):
             values = {getattr(s, name) for s in specs}
             if len(values) > 1:
-                raise ValueError(f"KV groups must have the same {name}, got {sorted(values)}")
+                raise ValueError(
+                    f"all KV groups must have the same {name}, got {', '.join(map(str, sorted(values)))}"
+                )
         return cls(specs)
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Number of tokens per page."""
         return self.specs[0].page_size
 
     @property
     def shard(self) -> int:
-        """Number of the shard that these pages belong to."""
+        """Number of the shard that the pages belong to."""
         return self.specs[0].shard
 
     @property
     def page_nbytes(self) -> int:
-        """Payload bytes of a page, summed over its groups."""
+        """Size in bytes of an unencoded page: the sum of its groups, without the gaps between blobs."""
         return sum(spec.page_nbytes for spec in self.specs)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offset in bytes of each group's blob in the slot."""
+        """Offset in bytes of each group's blob from the start of the slot."""
         starts = [0]
         for spec in self.specs[:-1]:
             starts.append(_aligned(starts[-1] + spec.page_nbytes))
@@ -173,17 +195,20 @@ class PageLayout:
 
     @property
     def blob_nbytes(self) -> int:
-        """Bytes from the start of the slot to the end of the last blob: what is copied and stored."""
+        """Size in bytes of the part of a slot that is copied: from its start to the end of the last blob."""
         return self.offsets[-1] + self.specs[-1].page_nbytes
 
     @property
     def slot_nbytes(self) -> int:
-        """Distance in bytes between slots in memory."""
+        """Distance in bytes between consecutive slots in memory."""
         return _aligned(self.blob_nbytes)
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all groups; a single group keeps its own. Pages of equal fingerprints are interchangeable."""
+        """The fingerprint of a single group, or a hex digest of the fingerprints of several groups.
+
+        Layouts with equal fingerprints describe pages of the same model in the same layout.
+        """
         if len(self.specs) == 1:
             return self.specs[0].fingerprint
         return sha256("\n".join(spec.fingerprint for spec in self.specs).encode()).hexdigest()
@@ -194,27 +219,29 @@ def _aligned(nbytes: int) -> int:
 
 
 HUGE_NBYTES = 2 << 20
-"""Bytes of a huge page. Larger huge pages of other machines are multiples of it."""
+"""Size of a huge page in bytes. Where huge pages are larger, their size is a multiple of this one."""
 
 _WORTH_NBYTES = 64 << 10
 
 
 def buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Return zeroed flat memory, aligned to a memory page, and to a huge page from 64 KiB on.
+    """Allocate a zeroed uint8 array of ``nbytes`` bytes for direct I/O.
 
-    Memory is committed when it is first touched, in whole huge pages if the kernel has them (transparent_hugepage
-    ``always`` or ``madvise``), and returns to the system with the last view. A forked child does not inherit it;
-    otherwise a transfer in flight during a fork could end in the child's copy.
+    The array starts at the beginning of a memory page or, from 64 KiB on, of a huge page. The kernel provides
+    the memory when it is first touched, in whole huge pages if transparent huge pages are enabled (``always``
+    or ``madvise``). The memory is freed when the last view is gone. A forked child process does not inherit
+    it. Otherwise a transfer in flight during the fork could write to the child's copy instead of the
+    parent's.
     """
-    import numpy as np  # imported here, so that the geometry of pages costs no NumPy import
+    import numpy as np  # imported here, so that code that needs only the geometry does not import NumPy
 
     huge = nbytes >= _WORTH_NBYTES
     unit = HUGE_NBYTES if huge else mmap.PAGESIZE
     length = max(1, -(-nbytes // unit)) * unit
-    # Private: shared memory gets huge pages only if an administrator has enabled them.
+    # Private, because a shared mapping gets huge pages only if an administrator has enabled them.
     mapping = mmap.mmap(-1, length + (unit if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in [mmap.MADV_DONTFORK, *([mmap.MADV_HUGEPAGE] if huge else [])]:
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # the kernel does not support huge pages
             mapping.madvise(advice)
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % unit

@@ -1,7 +1,7 @@
-"""The pump of a store: its lock, one step of progress, waits, and the thread that steps between calls.
+"""The pump of a store: the store's lock, the steps that make progress, and the thread that runs them.
 
-A step processes finished work and hands decisions to the mover. Threads of a store wait for each other with
-``Wakeup``, which loses no event, and with a lock whose longest hold is recorded.
+A step applies finished transfers and passes new commands to the mover. Threads wait for changes with
+``Wakeup``, which misses no event. ``Guard`` records the longest time for which the lock was held.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import signal
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from threading import Lock, RLock, Thread, current_thread
+from threading import Lock, RLock, current_thread
 from time import monotonic, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from tierstore.errors import StoreClosed
 from tierstore.events import PendingEvents
+from tierstore.threads import Worker
 from tierstore.watch import Watches
 
 if TYPE_CHECKING:
@@ -31,24 +32,34 @@ if TYPE_CHECKING:
 
 
 class Wakeup:
-    """A counter of events. Read ``count``, check the state, then wait for a change from that count."""
+    """A counter of events that threads can wait for.
+
+    To wait for a change, read ``count``, check whether the state has changed already, and if not, call
+    ``wait`` with that count.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._counts = itertools.count(1)
         self._waiting: deque[LockType] = deque()
-        """A locked lock for each waiting thread. The thread that removes a lock from here releases it."""
+        """One locked lock for each waiting thread.
+
+        ``bump`` removes the lock from the queue and releases it, which wakes the thread.
+        """
 
     def bump(self) -> None:
-        """Count an event and wake all waiters. Thread-safe."""
+        """Count an event and wake all waiting threads. Thread-safe."""
         self.count = next(self._counts)
-        # A thread that begins to wait from now on sees the new count.
+        # A thread that starts to wait after this point sees the new count.
         for _ in range(len(self._waiting)):
             with suppress(IndexError):  # another thread removed it
                 self._waiting.popleft().release()
 
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
-        """Return when the count differs from ``seen``, at the monotonic ``deadline``, or after ``at_most_s``."""
+        """Wait until the count differs from ``seen``.
+
+        Return no later than at the monotonic time ``deadline``, and after at most ``at_most_s`` seconds.
+        """
         timeout = at_most_s if deadline is None else min(at_most_s, deadline - monotonic())
         woken = Lock()
         woken.acquire()
@@ -62,11 +73,13 @@ class Wakeup:
 
 
 class FairLock:
-    """A reentrant lock for ``with`` that lets a waiting thread in before one that takes it again and again.
+    """A fair, reentrant lock for ``with`` statements.
 
-    No Python code runs between the end of a block and the release, because ``__exit__`` is a C method. So the
-    lock is released even if a signal handler raises: its exception comes either before ``__exit__`` runs or
-    after the release.
+    A thread that releases the lock and acquires it again gets it only after every thread that was already waiting.
+
+    ``__exit__`` is a C method, so no Python code runs between the end of the block and the release. A signal
+    handler can therefore raise an exception only before ``__exit__`` starts or after the release. In both
+    cases the lock is released.
     """
 
     __slots__ = ("__exit__", "_lock", "_turn")
@@ -75,14 +88,15 @@ class FairLock:
     def __init__(self) -> None:
         self._lock = RLock()
         self._turn = RLock()
-        """Held by the next thread in line while it waits; all others queue behind it."""
+        """Held by the next thread in line while it waits for ``_lock``. All others wait for this lock."""
         self.__exit__ = self._lock.__exit__
 
     def __enter__(self) -> None:
         taken: list[bool] = []
         try:
             with self._turn:
-                # One step for the interpreter: no signal handler runs between acquiring and noting it.
+                # The interpreter runs this in a single step, so no signal handler can run after the lock was
+                # acquired and before that is recorded.
                 taken.extend(map(self._lock.acquire, (True,)))
         except BaseException:
             if taken:
@@ -91,31 +105,35 @@ class FairLock:
 
 
 class Guard:
-    """Detects interrupted holds of the lock. Every hold enters it too: ``with pump.lock, pump.guard``.
+    """Detects that code was interrupted while it held the lock.
 
-    A signal handler may raise in the middle of a hold, or call code that takes the lock again. The guarded
-    state may then be inconsistent, and every later hold raises StoreClosed. The guard is separate from the
-    lock because a handler may raise before the first line of ``__exit__``. The lock is then released, and the
-    next hold finds that the last one has not ended. The times are in seconds and may be read without the
-    lock.
+    Every thread enters the guard after the lock: ``with pump.lock, pump.guard``. A signal handler may raise
+    an exception while the lock is held, or call code that acquires the lock again. The state that the lock
+    protects may then be inconsistent, so the guard raises StoreClosed from then on.
+
+    The guard is separate from the lock, because a handler may raise before the first line of the guard's
+    ``__exit__``. The lock is then released, and the next thread finds that the guard was not exited.
+
+    ``longest_s`` and ``longest_cpu_s`` are in seconds and may be read without the lock.
     """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
+        """Longest time for which the lock was held."""
         self.longest_cpu_s = 0.0
-        """Longest hold in CPU time of its thread: its cost when nothing else runs."""
+        """The same in CPU time of the holding thread, which excludes time in which other threads run."""
         self.broken = False
-        """Whether a hold was interrupted."""
+        """Whether a thread was interrupted while it held the lock."""
         self._held = False
-        """Whether a hold has begun and not ended."""
+        """Whether a thread holds the lock now."""
         self._since = 0.0
         self._cpu_since = 0.0
 
     def require_whole(self) -> None:
-        """Raise StoreClosed if a hold was interrupted."""
+        """Raise StoreClosed if a thread was interrupted while it held the lock."""
         if self.broken:
             raise StoreClosed(
-                "the store was interrupted in the middle of a change, and has ended; open it again"
+                "the store was interrupted in the middle of a change and can no longer be used; open a new one"
             )
 
     def __enter__(self) -> None:
@@ -139,7 +157,7 @@ class Guard:
 def _by_handler(kind: type[BaseException], trace: TracebackType | None) -> bool:
     """Return whether a signal handler raised the exception.
 
-    The guarded code raises only subclasses of Exception.
+    Code under the lock raises only subclasses of Exception.
     """
     if not issubclass(kind, Exception):
         return True
@@ -167,9 +185,9 @@ _ACKS_PER_HOLD = 1
 
 
 class Pump:
-    """The store's lock, and everything that happens under it between calls.
+    """The store's lock, and the thread that processes finished work between calls.
 
-    No thread waits while it holds the lock.
+    No thread blocks while it holds the lock.
     """
 
     def __init__(self, parts: Parts, wakeup: Wakeup) -> None:
@@ -177,66 +195,69 @@ class Pump:
         self.mover = parts.mover
         self.metrics = parts.metrics
         self.events = PendingEvents(parts.directory)
-        """Actions that wait for an event of a caller."""
+        """Actions that are deferred until a caller's event has completed."""
         self.lock = FairLock()
         self.guard = Guard()
-        """Must be entered at every hold of the lock: ``with pump.lock, pump.guard``."""
+        """Detects interruptions. Enter it after the lock: ``with pump.lock, pump.guard``."""
         self.metrics.watch_lock(lambda: self.guard.longest_s, lambda: self.guard.longest_cpu_s)
         self.closed = False
         self.hinted = Wakeup()
-        """Wakes threads that wait for a hint, when one comes and when the store closes."""
+        """Wakes threads that wait for a hint. Bumped by every ``hint`` call and when the store closes."""
         self.watches = Watches(parts.directory.residency, wakeup.bump)
-        """The callbacks of ``TierStore.watch``."""
+        """The watches created by ``TierStore.watch``."""
         self._pid = os.getpid()
         self._wakeup = wakeup
         self._acks: deque[Ack] = deque()
-        self._thread: Thread | None = None
+        self._thread: Worker | None = None
 
     def start(self) -> None:
-        """Start the thread that advances the store between calls."""
-        self._thread = Thread(target=self._run, name="tierstore-pump", daemon=True)
+        """Start the thread that processes finished work between calls."""
+        self._thread = Worker(self._run, name="tierstore-pump")
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the thread. From now on calls raise StoreClosed."""
+        """Stop the thread, waiting up to ``timeout_s`` for it, and end all watches.
+
+        Later calls raise StoreClosed.
+        """
         self.closed = True
         self._wakeup.bump()
         self.hinted.bump()
         if (
             self._thread is not None and self._thread is not current_thread()
-        ):  # a callback of `watch` may close
+        ):  # a callback of `watch` may close the store
             self._thread.join(timeout_s)
         self.watches.close()
 
     def require_open(self) -> None:
-        """Raise StoreClosed after ``stop``, after an interrupted hold, and in a forked child.
+        """Raise StoreClosed if the store was closed or interrupted, or if this is a forked child.
 
-        The threads and the lock belong to the parent process.
+        In a forked child, the lock and the threads belong to the parent process.
         """
         if self.inherited:
-            raise StoreClosed(f"this store belongs to process {self._pid}; open another after a fork")
+            raise StoreClosed(
+                f"the store belongs to process {self._pid}, from which this process was forked; open another store "
+                "after the fork"
+            )
         if self.closed:
             raise StoreClosed("the store is closed")
         self.guard.require_whole()
 
     @property
     def usable(self) -> bool:
-        """Return whether the store is neither closed, nor interrupted, nor another process's.
-
-        Takes no lock.
-        """
+        """Whether the store is open, was not interrupted, and belongs to this process. Takes no lock."""
         return not (self.closed or self.guard.broken or self.inherited)
 
     @property
     def inherited(self) -> bool:
-        """Return whether this is the copy of another process's store in a forked child."""
+        """Whether this is a forked child's copy of a store that belongs to the parent process."""
         return os.getpid() != self._pid
 
     def advance(self) -> None:
-        """Process everything that has finished by now, a few transfers per hold of the lock.
+        """Process all work that has finished by now, and release the lock after each transfer.
 
-        Work that finishes during the call is left for later, because a failing disk may end writes as fast as
-        they are submitted.
+        Work that finishes during the call is left for later. Otherwise the call might never return, because a
+        failing disk may complete writes as fast as they are submitted.
         """
         self.require_open()
         with self.lock, self.guard:
@@ -246,9 +267,10 @@ class Pump:
                 left = min(left - _ACKS_PER_HOLD, self.step())
 
     def step(self) -> int:
-        """Apply some finished transfers, decide on new ones and submit them. The caller holds the lock.
+        """Apply a finished transfer, make decisions and submit new transfers. The caller holds the lock.
 
-        Returns the number of finished transfers that are not applied yet.
+        Returns:
+            The number of finished transfers that are not applied yet.
         """
         self._acks.extend(self.mover.poll())
         batch = [self._acks.popleft() for _ in range(min(len(self._acks), _ACKS_PER_HOLD))]
@@ -260,17 +282,17 @@ class Pump:
         return len(self._acks)
 
     def submit(self) -> None:
-        """Hand the directory's commands to the mover, in order. The caller holds the lock."""
+        """Pass the directory's commands to the mover, in order. The caller holds the lock."""
         for command in self.directory.take_commands():
             self.mover.submit(command)
 
     def until(self, deadline: float | None, woken_by: Wakeup | None = None) -> Iterator[None]:
-        """Advance the store before each iteration of the caller's loop. Ends at the monotonic ``deadline``.
+        """Process finished work before each iteration of the caller's loop, and wait for a change after it.
 
         Args:
-            deadline: The monotonic time to end at. None: never.
-            woken_by: For a caller that waits for only one kind of event: its wake-up. Other events then do
-                not wake the caller, provided that the store has a thread to advance it.
+            deadline: The monotonic time at which the loop ends. None: never.
+            woken_by: A Wakeup that counts all events for which the caller waits. If the store's thread is
+                running, only this Wakeup wakes the caller. None: any change wakes it.
         """
         sleeps = woken_by is not None and self._thread is not None
         wakeup = woken_by if sleeps and woken_by is not None else self._wakeup
@@ -283,16 +305,16 @@ class Pump:
             wakeup.wait(seen, deadline, _IDLE_S if sleeps else self._pause())
 
     def notify(self) -> None:
-        """Wake threads that may wait for a change that a call has just made."""
+        """Wake all waiting threads, because a call has changed something that they may be waiting for."""
         self._wakeup.bump()
 
     @property
     def settled(self) -> bool:
-        """Return whether nothing is in flight, queued, or waiting for an event. The caller holds the lock."""
+        """Whether nothing is in flight, queued, or waiting for an event. The caller holds the lock."""
         return not (self.directory.busy() or self.events.waiting or self._acks)
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until the store is settled. False if the monotonic ``deadline`` came first."""
+        """Wait until the store is settled. Return False if the monotonic ``deadline`` passes first."""
         for _ in self.until(deadline):
             with self.lock, self.guard:
                 if self.settled:
@@ -320,16 +342,16 @@ class Pump:
                 next(turns)
             except StoreClosed:
                 return
-            except Exception:  # noqa: BLE001 - a thread's top: count it, log it, go on
+            except Exception:  # noqa: BLE001 - the top of a thread: count and log the error, then continue
                 self.metrics.fault()
-                _log.exception("the store's pump met an unexpected error")
+                _log.exception("unexpected error in the store's thread; it continues")
                 turns = self.until(None)
             self._tell()
 
     def _tell(self) -> None:
         try:
             self.watches.tell()
-        except Exception:  # noqa: BLE001 - code of the caller: count it, log it, tell the rest in the next turn
+        except Exception:  # noqa: BLE001 - the caller's code: count and log the error, then continue
             self.metrics.fault()
             self._wakeup.bump()
-            _log.exception("a callback of watch() raised")
+            _log.exception("a callback of TierStore.watch raised an exception")

@@ -1,8 +1,8 @@
-"""A directory whose movers are other processes, one per rank: combines the ranks' sizes and acks.
+"""A store whose bytes are stored by other processes, one per rank.
 
-Each rank holds its own shard of every page in slots with the same numbers, so one transfer serves all ranks,
-and a page is in a tier only if all ranks have it there. Only plain data crosses processes; the caller
-transports it.
+Each rank stores its own shard of every page. All shards of a page have the same slot number. So all ranks
+execute every transfer, and a page is in a tier only if all ranks have it there. This module combines the
+sizes and acks of the ranks. It exchanges only plain data with them, which the caller sends and receives.
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ _log = logging.getLogger("tierstore.apart")
 Record = tuple["PageKey", "PageKey | None", int]
 
 _SAYS_NOTHING = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
-"""Failures that say nothing about the page. Another rank's failure of the same page takes precedence."""
+"""Failures that say nothing about the page. If another rank reports any other failure, that one is used."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What one rank has opened: HBM slots of the engine, host memory slots, and the disk, if it has one."""
+    """The resources that one rank has opened.
+
+    Attributes:
+        num_slots: Number of the engine's HBM slots.
+        host_slots: Number of slots in host memory.
+        disk: The rank's NVMe tier, or None if it has none.
+        health: State of the rank.
+    """
 
     num_slots: int
     host_slots: int
@@ -48,14 +55,20 @@ class Opened:
 
 @dataclass(frozen=True)
 class Disk:
-    """A rank's NVMe tier: its sizes, and the key, parent and bytes of each record found at opening."""
+    """A rank's NVMe tier at the time when it was opened.
+
+    Attributes:
+        record_nbytes: Largest size of one page's record, in bytes.
+        budget_nbytes: Maximum total size of all records, in bytes.
+        found: The key, the parent and the size in bytes of each record that was found.
+    """
 
     record_nbytes: int
     budget_nbytes: int
     found: Sequence[Record]
 
     def records(self) -> Iterable[Record]:
-        """Return the records found at opening."""
+        """Return the records that were found when the tier was opened."""
         return self.found
 
 
@@ -66,15 +79,15 @@ class _Host:
 
 
 class Ranks:
-    """A ``Mover`` for many ranks. Not thread-safe, like any mover.
+    """A mover that passes commands to several ranks and combines their acks. Not thread-safe.
 
-    Commands are queued until the caller gets them from ``take`` and carries them to all ranks. It passes the
-    ranks' acks to ``deliver``.
+    Commands are queued until the caller fetches them with ``take`` and sends them to all ranks. The caller
+    passes the acks of the ranks to ``deliver``.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.records: Collection[Tier] = ()
-        """The tiers that keep records. A record that only some ranks have written is erased on all."""
+        """The record tiers. If only some ranks have written a page's record, all ranks erase it."""
         self._num_ranks = num_ranks
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
@@ -83,18 +96,21 @@ class Ranks:
         self._failed = [0] * num_ranks
 
     def hear(self, rank: int, health: RankHealth) -> None:
-        """Update a rank's health. Warns about problems that are new."""
+        """Update a rank's health, and log a warning about each new problem."""
         before = self._health.get(rank)
         self._health = {
             **self._health,
             rank: health,
-        }  # a scrape may be reading the old mapping
+        }  # a new mapping, because another thread may be reading the old one
         for trouble in health.troubles:
             if before is None or trouble not in before.troubles:
                 _log.warning("rank %d: %s", rank, trouble)
 
     def health(self) -> dict[int, RankHealth]:
-        """Return every rank's last reported health, with its failed pages and open transfers. Thread-safe."""
+        """Return the last reported health of each rank, with its failed pages and unfinished transfers.
+
+        Thread-safe.
+        """
         merging = list(self._merging.values())
         return {
             rank: replace(
@@ -112,12 +128,15 @@ class Ranks:
         self._outbox.append(command)
 
     def take(self) -> list[Transfer | Erase]:
-        """Return the commands for all ranks, in order. Each is returned once."""
+        """Return the queued commands for all ranks, in order, and clear the queue."""
         commands, self._outbox = self._outbox, []
         return commands
 
     def deliver(self, rank: int, acks: Iterable[Ack]) -> None:
-        """Process a rank's acks. A record that only some ranks have written is erased on all."""
+        """Process a rank's acks, and queue the acks of transfers that all ranks have finished.
+
+        If only some ranks have written a page's record, an erase for all ranks is queued.
+        """
         for ack in acks:
             merging = self._merging[ack.transfer_id]
             self._failed[rank] += merging.take(rank, ack)
@@ -132,50 +151,52 @@ class Ranks:
 
     @property
     def polled(self) -> bool:
-        """Always False, because acks are delivered."""
+        """Always False, because the caller delivers acks."""
         return False
 
     @property
     def waiting(self) -> bool:
-        """Whether commands are still to be carried to the ranks, or still to be acked by them."""
+        """Whether commands are queued or not yet acked by all ranks."""
         return bool(self._outbox or self._merging)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return NOT_YET: until a transfer has ended, nothing is known here about its layers."""
+        """Return NOT_YET, because the progress of a single layer is not known here."""
         return NOT_YET
 
     def poll(self) -> list[Ack]:
-        """Return the acks of transfers that have ended on all ranks since the last call."""
+        """Return the acks of transfers that have finished on all ranks since the last call."""
         acks = list(self._acks)
         self._acks.clear()
         return acks
 
     def begin_sync(self) -> SyncMark | None:
-        """Return None: the ranks' processes write the records, and wait for them."""
+        """Return None, because each rank waits for its own records."""
         return None
 
     def give_up_waiting(self) -> None:
-        """Do nothing: this process does not wait for disks."""
+        """Do nothing, because this process does not wait for disks."""
 
     @property
     def pending_erases(self) -> int:
-        """Always 0: this process does not know what the ranks must still erase."""
+        """Always 0, because this process does not know which erases the ranks have not finished."""
         return 0
 
     @property
     def progress(self) -> object:
-        """Always None: this process does not know what the ranks write between two acks."""
+        """Always None, because this process does not see the progress of the ranks between two acks."""
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Return True: nothing runs here."""
+        """Return True, because this mover has no threads."""
         return True
 
 
 def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
-    """Return the records that every rank's disk holds, and the keys of all others, which must be erased.
+    """Combine the NVMe tiers of all ranks into one.
 
-    The record size of the result is the largest of any rank, its budget the smallest.
+    Returns:
+        A Disk with the records that every rank has, the largest record size and the smallest budget; and the
+            keys of the records that only some ranks have, which must be erased.
     """
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in disk.found} for disk in disks]
     first, *others = by_rank
@@ -191,16 +212,26 @@ def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
 
 
 def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Opened], ranks: Ranks) -> Parts:
-    """Build a store in this process whose commands ``ranks`` carry out; the engine owns HBM. Opens nothing.
+    """Build a store whose HBM is owned by an engine, and whose transfers run in other processes. Opens nothing.
+
+    Args:
+        config: The configuration.
+        layout: The layout of the pages.
+        opened: The resources that each rank has opened, in rank order.
+        ranks: The mover that passes commands to the ranks.
 
     Raises:
-        ConfigError: The ranks have opened different sizes.
+        ConfigError: The ranks have different numbers of slots, or only some of them have an NVMe tier.
     """
     sizes = {(rank.num_slots, rank.host_slots, rank.disk is None) for rank in opened}
     if len(sizes) != 1:
+        named = "; ".join(
+            f"{hbm} HBM slots and {host} host slots {'without' if no_disk else 'with'} an NVMe tier"
+            for hbm, host, no_disk in sorted(sizes)
+        )
         raise ConfigError(
-            f"every rank must open the same number of slots, got {sorted(sizes)} (HBM slots, host slots, no disk); "
-            "give all ranks the same configuration"
+            f"every rank must open the same tiers with the same number of slots, got {named}; give all ranks the same "
+            "configuration"
         )
     ((num_slots, host_slots, _),) = sizes
     disks = [rank.disk for rank in opened if rank.disk is not None]
@@ -223,17 +254,20 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
 
 @dataclass(slots=True)
 class _Merging:
-    """One transfer, and the result of each rank so far. A place is an index into ``transfer.keys``."""
+    """A transfer, and the results that each rank has reported so far.
+
+    A place is an index into ``transfer.keys``.
+    """
 
     transfer: Transfer
     current: list[int]
-    """Places that are not settled. Positions in an Ack for the directory are indices into this list."""
+    """Places without a final result. Positions in an ack for the directory are indices into this list."""
     open_by_rank: list[list[int]]
     outcomes: list[dict[int, Failure | int]]
-    """For each rank the results by place: the reason why the page failed, or its number of bytes."""
+    """For each rank, its results by place: the reason for a failure, or the size of the page in bytes."""
     told: set[int] = field(default_factory=set)
     late: bool = False
-    """Whether the remaining places were reported as late."""
+    """Whether the remaining places have been reported as late."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
     """Keys of pages in the last answer that arrived on some ranks but not on all."""
@@ -244,11 +278,11 @@ class _Merging:
         return cls(transfer, places, [list(places) for _ in range(ranks)], [{} for _ in range(ranks)])
 
     def waits_for(self, rank: int) -> bool:
-        """Return whether the rank has not reported the result of every page."""
+        """Return whether the rank still has to report a result for some page."""
         return rank not in self.told or bool(self.open_by_rank[rank])
 
     def take(self, rank: int, ack: Ack) -> int:
-        """Process a rank's ack. Returns how many pages the rank failed to move."""
+        """Process a rank's ack. Return the number of pages that the rank failed to copy."""
         places, late = self.open_by_rank[rank], set(ack.late)
         failures = dict(ack.failures)
         if not ack.ok and not failures:
@@ -264,10 +298,10 @@ class _Merging:
         return len(failures)
 
     def answer(self) -> Ack | None:
-        """Return the ack for all ranks, or None if it is not due.
+        """Return the ack to report to the directory, or None if it is not due.
 
-        It is due once every rank has answered; a page that is late on one rank is late in it. A second one is
-        due once no page is late any more.
+        An ack is due once every rank has reported. It reports a page as late if the page is late on any rank.
+        If there are late pages, a second ack is due once every rank has reported their results.
         """
         late = [i for i, place in enumerate(self.current) if any(place not in o for o in self.outcomes)]
         if len(self.told) < len(self.outcomes) or (self.late and late):

@@ -1,7 +1,8 @@
-"""``TierStore``, the store of one process: a directory and a mover behind one lock.
+"""``TierStore``, the public API of the library: one store per process.
 
-The module has the bodies of its calls, for pages of the store's own HBM and of an engine's. ``directory``
-makes the decisions. Each call does a bounded amount of work per hold of the lock.
+A store combines a directory, which decides where pages go, with a mover, which copies their bytes. One lock
+protects both. This module implements the public calls, for HBM that the store owns and for HBM that an
+inference engine owns. A call that moves many pages releases the lock after each batch of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tierstore.types import (
     Hint,
     Match,
     Tier,
+    exact_size,
     require_flag,
     require_member,
     require_time,
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class OwnSlots:
-    """Slots of the store's own HBM pool."""
+    """HBM slots in memory that the store itself allocated (``hbm.owner: store``)."""
 
     def __init__(self, pump: Pump, page_nbytes: int) -> None:
         self._pump = pump
@@ -95,7 +97,8 @@ class OwnSlots:
     ) -> list[int]:
         """See ``TierStore.put``.
 
-        Works in chunks, one per hold of the lock. Under an exact lease it may end early.
+        Pages are put in chunks, and the lock is released between chunks. With an exact lease, fewer slots
+        than keys may be returned.
         """
         slots = slot_numbers(slots)
         require_keys_and_slots(keys, slots, (parent,))
@@ -125,18 +128,18 @@ class OwnSlots:
         self._pump.notify()
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
-        """Raise ConfigError, because the slots are the store's own."""
+        """Raise ConfigError, because the store owns HBM and has no engine slots to give back."""
         raise ConfigError("withdraw needs hbm.owner: engine, but the store owns HBM here")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> None:
-        """Raise ConfigError if the caller names slots: the store chooses the slots of a lease."""
+        """Raise ConfigError if ``into`` is given, because the store chooses the slots of a lease itself."""
         if into is not None:
             raise ConfigError("acquire(into=...) needs hbm.owner: engine, but the store owns HBM here")
 
     def _try_allocate(self, n: int) -> list[int]:
-        """Return ``n`` slots or none.
+        """Return ``n`` slots, or an empty list if fewer are available.
 
-        If a try fails but frees space, try again at once, a limited number of times.
+        A failed attempt evicts pages. If that freed any slots, try again at once, a limited number of times.
         """
         for _ in range(2 + n // BATCH_PAGES):
             slots, made_room = self._take(n)
@@ -145,10 +148,10 @@ class OwnSlots:
         return []
 
     def _take(self, n: int) -> tuple[list[int], bool]:
-        """Take ``n`` slots in chunks. If fewer are available, give all of them back.
+        """Take ``n`` slots in chunks. If fewer are available, give back those taken and try to free more.
 
         Returns:
-            The slots, or an empty list; and in the latter case, whether the call has made more space.
+            The slots, or an empty list; and whether a failed attempt has freed any slots.
         """
         slots: list[int] = []
         made_room = False
@@ -172,14 +175,15 @@ class OwnSlots:
         nbytes = self._page_nbytes
         if slots is not None and n > slots:
             raise CapacityError(
-                f"{n} pages ({n * nbytes} bytes) exceed HBM, which holds {slots} pages ({slots * nbytes} bytes)"
+                f"cannot allocate {n} pages of {exact_size(nbytes)}: HBM has only {slots} slots; allocate fewer pages "
+                "at a time, or raise hbm.capacity"
             )
 
 
 class EngineSlots:
-    """Slots of an engine's tensors.
+    """HBM slots in an engine's own KV cache (``hbm.owner: engine``).
 
-    The store copies pages out of them and into them, but owns none of them.
+    The store copies pages out of these slots and into them, but the engine allocates and frees them.
     """
 
     def __init__(self, pump: Pump) -> None:
@@ -187,7 +191,7 @@ class EngineSlots:
         self._directory = pump.directory
 
     def allocate(self, n: int, timeout_s: float) -> list[int]:
-        """Raise ConfigError, because an engine allocates its slots itself."""
+        """Raise ConfigError, because the engine allocates its slots itself."""
         raise _not_ours("allocate")
 
     def put(
@@ -201,7 +205,7 @@ class EngineSlots:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """See ``TierStore.put``. The pages are copied out, and the engine keeps the slots."""
+        """See ``TierStore.put``. The pages are copied out of their slots; the engine still owns the slots."""
         with self._pump.lock, self._pump.guard:
             parent = last_key(lease) if parent is None else parent
             doubted = lease is not None and lease.inexact
@@ -230,17 +234,20 @@ class EngineSlots:
         return reading
 
     def free(self, slots: Sequence[int], after: Event | None) -> None:
-        """Raise ConfigError, because an engine frees its slots itself."""
+        """Raise ConfigError, because the engine frees its slots itself."""
         raise _not_ours("free")
 
     def checked_into(self, keys: Sequence[PageKey], into: Sequence[int] | None) -> list[int]:
-        """Return the slots that the engine chose for a lease.
+        """Return the slots to load a lease's pages into, as Python ints.
 
-        ValueError unless ``into`` has one slot per key.
+        Raises:
+            ValueError: ``into`` does not name one slot per key.
+            ConfigError: The engine has not registered its tensors.
         """
         if into is None or len(into) != len(keys):
             raise ValueError(
-                f"into must name one slot per key when an engine owns HBM, got {into!r:.60} for {len(keys)} keys"
+                "into must name one slot per key when an engine owns HBM, got "
+                f"{'None' if into is None else f'{len(into)} slots'} for {len(keys)} keys"
             )
         numbers = slot_numbers(into)
         self._require_registered()
@@ -252,7 +259,7 @@ class EngineSlots:
 
 
 def _before(keys: Sequence[PageKey], parent: PageKey | None) -> tuple[PageKey | None, ...]:
-    """Return the page before each page of a chain."""
+    """Return the parent of each key. The keys must be consecutive pages of a sequence, right after ``parent``."""
     return (parent, *keys[:-1]) if keys else ()
 
 
@@ -261,7 +268,7 @@ def _not_ours(verb: str) -> ConfigError:
 
 
 _LOOKED_UP = 1024
-"""Number of keys to look up in one hold of the lock."""
+"""Number of keys that ``TierStore.staying`` looks up before it releases the lock."""
 
 
 def _require_hints(*hints: object) -> None:
@@ -271,7 +278,7 @@ def _require_hints(*hints: object) -> None:
 
 
 def _chunks(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
-    """Split keys into pieces that are short enough for one hold of the lock."""
+    """Split keys into batches. A batch is small enough to be processed without releasing the lock."""
     return [keys[i : i + BATCH_PAGES] for i in range(0, len(keys), BATCH_PAGES)]
 
 
@@ -281,24 +288,25 @@ _FLUSH_STALL_S = 10.0
 
 
 class Flush:
-    """One flush: the pages it sends to disk, and the wait until they and all erases before it are durable.
+    """A running flush: counts the pages that it writes to disk, and waits until they are durable.
 
-    The wait gives up for good after 10 s without progress. A settled page of the flush, a write or an erase
-    of any page on disk, and a single write within a batch count as progress.
+    It also waits for all erases that were requested before it. After 10 s without progress it gives up for
+    good. Progress means that a page of the flush was written or failed, or that the disk completed any write
+    or erase; a batch of writes makes progress with each single write.
     """
 
     def __init__(self, pump: Pump, ticket: Ticket) -> None:
-        """Prepare to wait for the pages of ``ticket``. With an empty ticket, only erases are awaited."""
+        """Prepare to wait for the pages of ``ticket``, or only for erases if the ticket is empty."""
         self.ticket = ticket
-        """Counts the pages of this flush that are not settled."""
+        """The counts of this flush's pages."""
         self.over = False
-        """Whether the flush gave up."""
+        """Whether the flush has given up."""
         self._pump = pump
         self._last, self._since = self._moved(), monotonic()
 
     @classmethod
     def of_unsaved(cls, pump: Pump) -> Flush:
-        """Start to write every readable page that is not on disk, even those that admission would skip."""
+        """Start a flush of all readable pages that are not on disk, even those that admission would skip."""
         with pump.lock, pump.guard:
             pump.directory.admission.insist_on_all()
         try:
@@ -308,7 +316,7 @@ class Flush:
                 pump.directory.admission.insisted()
 
     def result(self) -> FlushResult:
-        """Wait until every page is durable or failed and every earlier erase is durable, or give up."""
+        """Wait until no page is pending and all prior erases are durable, or the flush gives up. Return the counts."""
         self._until(lambda: self.ticket.open == 0)
         erases, synced = self._until_durable()
         arrived = self.ticket.arrived if synced else 0
@@ -316,7 +324,7 @@ class Flush:
         return FlushResult(self.ticket.found + arrived, self.ticket.failed, pending, erases)
 
     def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until the condition holds. Returns at once after giving up."""
+        """Wait until ``holds`` returns True. Return early if the flush gives up."""
         for _ in self._pump.until(None):
             if holds() or self.over:
                 return
@@ -327,10 +335,10 @@ class Flush:
                 self.over = True
 
     def _until_durable(self) -> tuple[int, bool]:
-        """Wait until all writes and erases are durable.
+        """Wait until all writes and erases are durable, or give up.
 
         Returns:
-            The number of erases that are not durable, and whether all writes are.
+            The number of erases that are not durable, and whether all writes are durable.
         """
         with self._pump.lock, self._pump.guard:
             dying = self._pump.directory.dying()
@@ -370,13 +378,19 @@ def _send_down(pump: Pump) -> Ticket:
 
 
 class TierStore:
-    """A tiered KV cache. All methods are thread-safe, and none waits while it holds the store's lock.
+    """A tiered KV cache: pages in HBM, host memory and NVMe, found by key.
 
-    A cache miss is a value, never an exception. After ``close`` every call raises StoreClosed.
+    All methods are thread-safe, and no method blocks while it holds the store's lock. A cache miss is
+    reported in the result and never raises an exception. In every method, a number of the wrong type raises
+    TypeError, and a number out of range raises ValueError. After ``close``, every method except ``close``
+    raises StoreClosed.
     """
 
     def __init__(self, config: StoreConfig, parts: Parts, wakeup: Wakeup, *, pump: bool) -> None:
-        """Take over opened parts. Callers use ``open``."""
+        """Create a store from parts that are already open, and take ownership of them.
+
+        For internal use: call ``TierStore.open`` instead.
+        """
         self.metrics = parts.metrics
         self._config = config
         self._parts = parts
@@ -390,59 +404,70 @@ class TierStore:
             EngineSlots(self._pump) if parts.pool is None else OwnSlots(self._pump, layout.page_nbytes)
         )
         self._lock, self._guard = self._pump.lock, self._pump.guard
-        self._closing = RLock()  # a signal handler may call ``close`` in the middle of ``close``
+        self._closing = RLock()  # a signal handler may call ``close`` while ``close`` is running
+        self._ended = False  # whether a ``close`` ran to its end; if not, the next call continues it
         if pump:
             self._pump.start()
 
     @classmethod
     def open(
-        cls, config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = True
+        cls, config: StoreConfig, spec: PageSpec | Sequence[PageSpec], *, pump: bool = True, name: str = ""
     ) -> TierStore:
-        """Open a store over the tiers of ``config``.
+        """Open a store with the tiers that ``config`` names.
 
         Args:
-            config: The configuration, from ``load_config``.
-            spec: The geometry of the pages, or a sequence with that of each KV group if several share each
-                page.
-            pump: Whether a thread of the store makes progress between calls. With False nothing happens
-                between calls, and the caller must call ``poll`` in each step. ``match``, ``keys``,
-                ``explain`` and ``stats`` only look; all other calls process finished work.
+            config: The configuration, as returned by ``load_config``.
+            spec: The geometry of a page. If each page contains several KV groups, a sequence of PageSpecs,
+                one per group.
+            pump: Whether the store runs a thread that processes finished copies and starts new ones. With
+                False, this happens only during calls, so the caller must call ``poll`` in each engine step.
+                Methods that are documented as read-only do not do it.
+            name: Display name of the model, shown by `tierstore inspect`. It is not part of any key.
 
         Raises:
-            ConfigError: The configuration does not fit the pages or this machine. Nothing was changed.
-            TypeError: ``pump`` is not True or False. Nothing was changed.
+            ConfigError: ``config`` or ``spec`` is invalid, or they do not suit each other or this machine.
+                Nothing was changed.
+            TypeError: ``pump`` is not True or False, or ``name`` is not a string. Nothing was changed.
         """
         if not isinstance(config, StoreConfig):
-            raise ConfigError(f"config must be what load_config returns, got a {type(config).__name__}")
+            raise ConfigError(
+                f"config must be a StoreConfig, got {type(config).__name__}; load_config returns a StoreConfig"
+            )
         require_flag("pump", pump)
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {name!r:.60}")
         wakeup = Wakeup()
         try:
             layout = PageLayout.of(spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            parts = assemble(config, layout, wakeup.bump)
+            parts = assemble(config, layout, wakeup.bump, name=name)
             try:
                 return cls(config, parts, wakeup, pump=pump)
             except BaseException:
                 parts.close()
                 raise
-        except RuntimeError as error:  # the system gives no thread or no memory
+        except RuntimeError as error:  # the system cannot provide a thread or memory
             raise ConfigError(
-                f"the store cannot be opened, because the machine lacks a thread or memory: {error}"
+                f"the store cannot be opened, because a thread could not be started or memory ran out: {error}"
             ) from error
 
     # -- pages and keys -----------------------------------------------------------------------------------------
 
     def keys(self, token_ids: TokenIds, salt: bytes = b"", extra: Sequence[Extra] = ()) -> list[PageKey]:
-        """Return the keys of the full pages of a sequence. Changes nothing.
+        """Return the keys of the full pages of a sequence, in order. Read-only.
 
-        Equal input gives equal keys in every process.
+        A partial last page has no key. Equal arguments give equal keys in every process, provided that the
+        stores have equal PageSpecs and the same loss class (see the glossary).
 
         Args:
-            token_ids: The tokens of the sequence, from its start.
-            salt: Separates the keys of tenants.
-            extra: Everything else that K/V depend on, such as adapters and images.
+            token_ids: The tokens of the sequence, from its start: a sequence of integers, or a 1-D integer
+                array or tensor in host memory.
+            salt: Bytes that identify a tenant. Different salts give different keys.
+            extra: Further values that K and V depend on, such as the names of adapters and digests of images.
+                A str, bytes or int applies to the whole sequence. A pair ``(token_offset, bytes)`` applies
+                from the page that contains the offset.
         """
         self._pump.require_open()
         layout = self._parts.layout
@@ -458,9 +483,13 @@ class TierStore:
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """Return the HBM pages in place, ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]``.
+        """The HBM pages as a tensor view, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``.
 
-        With several KV groups ``pages[slot]`` is a tuple of tensors. ConfigError if an engine owns HBM.
+        All dimensions after the first are those of ``PageSpec.shape``; ``planes`` is 2 (K and V) for "mha".
+        With several KV groups, ``pages[slot]`` is a tuple of tensors, one per group.
+
+        Raises:
+            ConfigError: An engine owns HBM.
         """
         self._pump.require_open()
         if self._parts.pool is None:
@@ -468,15 +497,18 @@ class TierStore:
         return self._parts.pool.pages
 
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:
-        """Return ``n`` HBM slots, owned by the caller, with undefined contents.
+        """Return ``n`` HBM slots with undefined contents.
 
-        The call takes free slots first, then slots of pages that are readable in a lower tier. If these are
-        too few, it saves victims to lower tiers and waits up to ``timeout_s``.
+        The caller owns the slots until it passes them to ``put`` or ``free``.
+
+        Free slots are taken first. Then pages that are also readable in a lower tier are evicted from HBM. If
+        that is not enough, the store copies further pages to lower tiers, and waits up to ``timeout_s``
+        seconds for their slots.
 
         Raises:
-            CapacityError: ``n`` exceeds HBM, or the call timed out. Nothing was taken.
-            TypeError: An argument is not a number, in this and every other call.
-            ValueError: An argument is negative or NaN, in this and every other call.
+            CapacityError: ``n`` exceeds the number of slots in HBM, or the call timed out. No slot was taken.
+            TypeError: ``n`` is not an integer, or ``timeout_s`` is not a number.
+            ValueError: An argument is negative, or ``timeout_s`` is NaN.
         """
         self._pump.require_open()
         self._leases.take_back()
@@ -493,34 +525,40 @@ class TierStore:
         parent: PageKey | None = None,
         parents: Sequence[PageKey | None] | None = None,
     ) -> list[int]:
-        """Seal filled pages. On return they belong to the store and can be matched.
+        """Hand filled pages over to the store.
 
-        If a key is already readable in HBM, its present slot is returned, and yours is freed after ``after``.
-        Another caller may still be writing that copy. With ``lease`` the copy stays, and ``wait`` and
-        ``ready`` of the lease tell when it is written; without ``lease`` your slot replaces it and is
-        returned. With engine-owned HBM the pages are copied out, your slots are returned, and ``poll``
-        reports when they are free.
+        If the store owns HBM, it takes over the slots, and the pages can be matched as soon as the call
+        returns. If a key is already readable in HBM, the existing slot is returned, and the caller's slot is
+        freed once ``after`` has completed. If another caller is still writing the existing copy, the result
+        depends on ``lease``. With a lease, the existing copy is kept, and the lease's ``wait`` and ``ready``
+        wait until it is written. Without a lease, the caller's slot replaces it and is returned.
+
+        If an engine owns HBM, the pages are copied out of the slots once ``after`` has completed. They can be
+        matched when they have arrived in a lower tier. The given slots are returned, and ``poll`` reports
+        when the engine may reuse them.
 
         Args:
-            keys: The keys; ``keys[i]`` is the parent of ``keys[i + 1]``.
+            keys: The keys; ``keys[i]`` is the parent of ``keys[i + 1]``, unless ``parents`` is given.
             slots: The slot of each page.
-            after: The event that ends the writing. None on CUDA means everything launched so far on the caller's
-                current stream.
-            lease: A lease that keeps the pages pinned until its release. An exact lease holds only exact
-                pages: the put ends before the first key that has an inexact copy in use in memory. Fewer
-                slots are then returned, and the remaining ones stay yours.
-            memory_only: Never write pages that no tier holds yet to NVMe, but drop them if memory is needed.
-                A page that some tier already holds stays as it is. The restriction ends when the page, or a
-                page after it, is put without ``memory_only``.
-            parent: The page before ``keys[0]``. None: the last page of the lease, if any, or the start of a sequence.
-            parents: The page before each key, if the keys are not a chain. For engine-owned HBM only.
+            after: An event that completes once the slots are written. None stands for the work launched so
+                far on the caller's current CUDA stream; without CUDA, the slots must be written already.
+            lease: A lease that keeps the pages pinned until it is released. An exact lease covers only exact
+                pages. If a key has an inexact copy in memory that cannot be dropped, the put stops before
+                this key: fewer slots are returned, and the caller still owns the remaining ones.
+            memory_only: Never write these pages to NVMe; drop them if memory is needed. Pages that some tier
+                already has are not affected. The restriction ends when the page, or a page that follows it in
+                a sequence, is put without ``memory_only``.
+            parent: The page before ``keys[0]``. None: the last page of ``lease``, or the start of a sequence
+                if there is no lease.
+            parents: The page before each key, if the keys are not a chain. Allowed only if an engine owns HBM.
 
         Returns:
-            The present slot of each key.
+            The slot of each key.
 
         Raises:
             ValueError: The lengths differ, or a key is not a page key. Nothing was changed.
-            LeaseError: A slot is not yours. Nothing was changed.
+            LeaseError: A slot is not owned by the caller, or ``lease`` was released or belongs to another
+                store. Nothing was changed.
             ConfigError: ``parents`` is given, but the store owns HBM. Nothing was changed.
         """
         self._pump.advance()
@@ -533,14 +571,14 @@ class TierStore:
         )
 
     def withdraw(self, slots: Sequence[int]) -> list[int]:
-        """Take back engine slots that were put.
+        """Take back engine slots that were passed to ``put``.
 
-        Slots whose copy has not begun are free at once. The store gives up their pages, and ``poll`` does not
-        report these slots.
+        If a page is only waiting for space in a lower tier, the store gives it up. Its slot is free at once,
+        and ``poll`` does not report it.
 
         Returns:
-            Those of ``slots`` that a copy still reads, or will read once its ``after`` has happened. They are free when
-                ``poll`` reports them.
+            The slots that are not free yet: a copy is reading them, or will read them once their ``after``
+                has completed. They are free when ``poll`` reports them.
 
         Raises:
             ConfigError: The store owns HBM.
@@ -549,34 +587,37 @@ class TierStore:
         return self._slots.withdraw(slots)
 
     def free(self, slots: Sequence[int], after: Event | None = None) -> None:
-        """Give back owned slots. They are reused once ``after``, as in ``put``, has happened.
+        """Give slots from ``allocate`` back to the store.
+
+        They may be allocated again once ``after`` has completed. None has the same meaning as in ``put``.
 
         Raises:
             LeaseError: A slot is not owned by the caller.
+            ConfigError: An engine owns HBM.
         """
         self._pump.advance()
         require_event(after)
         self._slots.free(slots, self._parts.device.last_use(after))
 
-    # -- finding and holding ------------------------------------------------------------------------------------
+    # -- lookup and leases --------------------------------------------------------------------------------------
 
     @property
     def tiers(self) -> Mapping[Tier, TierDescription]:
-        """Return the description of every tier of the store, fastest first.
+        """The tiers of the store with their descriptions, fastest first. HBM is left out if an engine owns it.
 
-        HBM is left out if an engine owns it.
-
-        A description tells whether pages in the tier are in memory, survive a restart, and may differ from
-        what was put.
+        A description says whether the tier is memory, whether its pages survive a restart, and whether they
+        may differ from the pages that were put.
         """
         return MappingProxyType(self._directory.hierarchy.tiers)
 
     def match(self, keys: Sequence[PageKey], *, exact: bool = False) -> Match:
-        """Return the longest readable prefix. Changes nothing, pins nothing, and does not count as a use.
+        """Return the longest readable prefix of ``keys``.
+
+        The call is read-only: it pins nothing and does not change the order of eviction.
 
         Args:
             keys: The keys of a sequence.
-            exact: End before the first page that may differ from what was put, as ``acquire`` would.
+            exact: Stop before the first page that is not exact (see the glossary).
         """
         self._pump.require_open()
         require_flag("exact", exact)
@@ -589,6 +630,22 @@ class TierStore:
             del tiers[num_exact:]
         return Match(len(tiers), tuple(tiers), num_exact >= len(tiers))
 
+    def locate(self, keys: Sequence[PageKey]) -> list[Tier | None]:
+        """Return the fastest tier in which each page is readable, or None for a missing page. Read-only.
+
+        Unlike ``match``, the call does not stop at a missing page.
+
+        Args:
+            keys: Any keys. They need not belong to one sequence.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
+        self._pump.require_open()
+        require_key_list(keys)
+        with self._lock, self._guard:
+            return self._directory.residency.locate(keys)
+
     def acquire(
         self,
         keys: Sequence[PageKey],
@@ -598,29 +655,33 @@ class TierStore:
         exact: bool = False,
         wait_for_room_s: float = 0.0,
     ) -> Lease:
-        """Pin the longest prefix that is readable and for which HBM has space now, and start to load it.
+        """Pin the longest prefix of ``keys`` that is readable and fits into HBM now, and start to load it.
 
-        The call never raises for misses or lack of space, and never blocks unless ``wait_for_room_s`` is
-        given.
+        Pages that are not in HBM yet are copied there in the background. Misses and lack of space never raise
+        an exception. The call blocks only if ``wait_for_room_s`` is given.
 
         Args:
             keys: The keys of a sequence.
-            deadline_s: Seconds until the pages are needed; below 0, the deadline has passed. Pages that would arrive
-                later are missing, and a page that has not arrived by then ends the lease before it.
-            into: The engine's slots to load into, if an engine owns HBM.
-            exact: End the lease before the first page that has only lossy copies left, or that was computed
-                over such a page.
-            wait_for_room_s: If HBM is full of pages that are being saved, block up to this long until enough
-                space is free. The call returns earlier once no copy in flight can free space (all other pages
-                are leased or owned by callers), and never later than ``deadline_s``. Waiting calls are served
-                in order. No effect with engine-owned HBM.
+            deadline_s: Seconds until the pages are needed; negative if that time has passed. Pages that are
+                expected later count as missing, and a page that has not arrived by then truncates the lease.
+            into: The slots to load into, one per key, if an engine owns HBM.
+            exact: Stop before the first page that is not exact (see the glossary).
+            wait_for_room_s: Longest time to block, in seconds, while HBM is full of pages that are being
+                written to a lower tier. The call returns earlier once enough space is free, or once no copy
+                in flight can free any because all other pages are leased or owned by callers. It never blocks
+                beyond ``deadline_s``. Waiting calls are served in order of arrival. No effect if an engine
+                owns HBM.
 
         Returns:
-            A lease over the prefix. ``wait`` for it before reading, and ``release`` it.
+            A lease on the prefix. Call its ``wait`` before reading, and ``release`` afterwards.
 
         Raises:
-            ValueError: ``into`` does not name one slot per key, or ``wait_for_room_s`` is negative or infinite.
+            ValueError: An engine owns HBM and ``into`` does not name one slot per key, or ``wait_for_room_s``
+                is negative or infinite.
             TypeError: ``exact`` is not True or False.
+            ConfigError: ``into`` is given, but the store owns HBM; or an engine owns HBM and has not
+                registered its tensors.
+            LeaseError: A slot in ``into`` does not exist, is given twice, or is still being copied.
         """
         self._pump.advance()
         require_flag("exact", exact)
@@ -632,12 +693,16 @@ class TierStore:
         slots = self._slots.checked_into(keys, into)
         return self._leases.acquire(keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s)
 
-    # -- asking for moves ---------------------------------------------------------------------------------------
+    # -- hints and moves -----------------------------------------------------------------------------------------
 
     def hint(self, hint: Hint) -> HintResult:
-        """Tell the store what a scheduler expects. Never pins.
+        """Tell the store which pages a scheduler expects to use or not to use. A hint never pins pages.
 
-        ``wont_need`` and ``retain`` change the eviction order at once; ``will_need`` waits for an attached prefetcher.
+        ``wont_need`` and ``retain`` change the eviction order at once. ``will_need`` is queued for the
+        attached prefetcher, and rejected if there is none.
+
+        Returns:
+            Whether the hint was applied, queued or ignored; see HintResult.
 
         Raises:
             TypeError: ``hint`` is not a Hint.
@@ -655,10 +720,13 @@ class TierStore:
         return result
 
     def take_hints(self, timeout_s: float = 0.0) -> list[Hint]:
-        """Return the waiting hints, the latest of each request. The first call attaches a prefetcher.
+        """Return the hints queued for a prefetcher, oldest first, and clear the queue.
 
-        The call waits up to ``timeout_s`` for a hint. Meanwhile a store opened with ``pump=False`` makes
-        progress.
+        The queue contains only the latest hint of each request. The first call attaches a prefetcher: from
+        then on, ``will_need`` hints are accepted.
+
+        If no hint is queued, the call waits up to ``timeout_s`` seconds for one. A store opened with
+        ``pump=False`` processes finished copies and starts new ones during the wait.
         """
         self._pump.require_open()
         deadline = monotonic() + seconds_to_wait("timeout_s", timeout_s)
@@ -671,7 +739,7 @@ class TierStore:
         return found
 
     def reject_hints(self) -> None:
-        """Detach the prefetcher: ``will_need`` hints in force end, and new ones are rejected.
+        """Detach the prefetcher: active ``will_need`` hints end, and new ones are rejected.
 
         Copies in flight continue. The next ``take_hints`` attaches a prefetcher again.
         """
@@ -681,10 +749,10 @@ class TierStore:
         self._pump.notify()
 
     def staying(self) -> list[PageKey]:
-        """Return pages in HBM that no promotion may displace: leased ones, and those that a retain hint keeps.
+        """Return the pages in HBM that no promotion may displace, because they are leased or retained.
 
-        The list is a snapshot without duplicates, in no particular order, and includes pages in flight to
-        HBM.
+        The list is a snapshot without duplicates, in no particular order. It includes pages that are still in
+        flight to HBM.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -696,23 +764,24 @@ class TierStore:
         return found
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
-        """Start to copy up to 32 pages to ``tier`` from the tier below it, for a ``will_need`` hint.
+        """Start copying up to 32 pages for a ``will_need`` hint into ``tier`` from the next lower tier.
 
-        The call starts the longest prefix of ``keys`` that can start now. It stops at the first page that is
-        not readable in the next lower tier, or for which there is no space: neither a free slot nor the slot
-        of a saved page that no hint keeps. Until the hint ends, promoted pages are evicted after other pages,
-        but they are not pinned. Nothing starts while a lease waits for pages from the tier below, or if the
-        hint is no longer in force. Once a call that withdraws or replaces the hint has returned, no copy
-        starts for the hint.
+        Promotions start for the longest prefix of ``keys`` that can start now. The prefix ends at the first
+        page that is not readable in the next lower tier or for which no slot is available. A slot is
+        available if it is free, or if its page is saved in a lower tier and no hint keeps it. Until the hint
+        ends, promoted pages are evicted after other pages, but they are not pinned. Nothing starts while a
+        lease waits for pages from the lower tier, or if the hint is no longer active. After a call that
+        withdraws or replaces the hint has returned, no copy starts for it.
 
         Args:
-            hint: The hint, as ``take_hints`` returned it.
-            keys: The pages, in order.
-            tier: The tier to copy them to.
-            over: Hints whose pages may be displaced, those of the last one first.
+            hint: The hint, as returned by ``take_hints``.
+            keys: The keys of the pages to copy, in the order of the sequence.
+            tier: The destination.
+            over: Hints whose promoted pages may lose their slots to this hint. Pages of the last hint are
+                displaced first.
 
         Raises:
-            ValueError: Pages cannot be promoted to ``tier``, or there are more than 32.
+            ValueError: Pages cannot be promoted to ``tier``, or there are more than 32 keys.
         """
         self._pump.advance()
         _require_hints(hint, *over)
@@ -728,15 +797,17 @@ class TierStore:
         return found
 
     def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """Send pages down to ``tier`` in the background, and drop upper copies once unpinned.
+        """Move pages down to ``tier`` in the background.
 
-        Missing keys are skipped. A memory-only page goes to HOST at most; without HOST it stays where it is.
+        Once a page has arrived, its copies in higher tiers are dropped as soon as they are unpinned. Keys
+        that no tier has are skipped. A memory-only page is moved to HOST at most, or stays where it is if
+        there is no HOST tier.
 
         Returns:
-            The number of pages accepted.
+            The number of pages that some tier has, and that will be moved unless a copy fails.
 
         Raises:
-            ValueError: The tier is not below HBM, or not configured.
+            ValueError: The tier is not below HBM, or is not configured.
         """
         self._pump.advance()
         require_key_list(keys)
@@ -750,16 +821,17 @@ class TierStore:
         return accepted
 
     def evict(self, keys: Sequence[PageKey], tier: Tier | None = None) -> int:
-        """Drop copies without saving them, in one tier or in all.
+        """Drop the copies of these pages without saving them, in one tier or in all tiers.
 
-        The pages cannot be matched from now on. Leased ones are dropped when released; records are gone from disk after
-        ``flush``. A tier that is not configured holds nothing.
+        The dropped copies can no longer be matched. The slots of leased copies are freed when the lease is
+        released. Records are removed from disk by the time ``flush`` or ``flush_evictions`` returns. Evicting
+        from a tier that is not configured has no effect.
 
         Returns:
-            The number of pages that had a copy.
+            The number of pages that lost at least one copy.
 
         Raises:
-            ValueError: ``tier`` is not a tier.
+            ValueError: ``tier`` is not a Tier.
         """
         self._pump.advance()
         require_key_list(keys)
@@ -768,23 +840,23 @@ class TierStore:
         return self._evict(keys, [t for t in self._directory.residency.tables if tier is None or t == tier])
 
     def clear(self) -> int:
-        """Forget every page in every tier, and return the number of pages that some tier had.
+        """Evict every page from every tier, and return the number of pages that were in some tier.
 
-        Once the call has returned, no page put before it can be matched. Records on disk are gone, as with
-        ``evict``, once ``flush`` or ``flush_evictions`` has returned. A page put during the call may be
-        forgotten too. A page put after it is kept as usual.
+        Once the call has returned, no page that was put before it can be matched. As with ``evict``, records
+        are removed from disk by the time ``flush`` or ``flush_evictions`` returns. A page that is put during
+        the call may be evicted too.
 
-        A lease keeps the pages that it covers, and their bytes, until its release, but no other caller finds
-        them. If the store owns HBM, a lease ends before its first page that is still in flight. Slots whose
-        ``after`` has not happened stay in use until then. If an engine owns HBM, pages that were put and have
-        not reached a tier are given up: ``poll`` reports their slots once ``after`` has happened and no copy
-        reads them. A load that has begun still fills the engine's slot. Hints stay in force, because the
-        pages that they name may be put again.
+        A lease keeps its pages, and their contents, until it is released, but no other caller can find them.
+        If the store owns HBM, a lease is truncated before its first page that is still in flight. Slots whose
+        ``after`` has not completed remain in use until then. If an engine owns HBM, the store gives up pages
+        that were put and have not reached a tier yet: ``poll`` reports their slots once ``after`` has
+        completed and no copy reads them. A load that has started still fills the engine's slot. Hints remain
+        active, because the pages that they name may be put again.
 
-        The call holds the lock for one batch of pages at a time.
+        The store's lock is released after each batch of pages.
 
         Raises:
-            StoreClosed: After ``close``.
+            StoreClosed: The store is closed.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -792,7 +864,7 @@ class TierStore:
         return self._evict(list(dict.fromkeys(keys)), list(self._directory.residency.tables))
 
     def _evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
-        """Drop the copies of these pages in ``tiers``, last pages first, one batch per hold of the lock."""
+        """Drop the copies of these pages in ``tiers``, last pages first, in batches."""
         dropped = 0
         for chunk in reversed(_chunks(keys)):
             with self._lock, self._guard:
@@ -802,15 +874,16 @@ class TierStore:
         return dropped
 
     def flush(self) -> FlushResult:
-        """Wait until every page put before the call, and every erase before it, is durable or counted as failed.
+        """Write all pages that were put before the call to disk, and wait until they are durable.
 
-        This includes an engine's pages that are still being copied out of its slots. The call gives up after
-        10 s without progress, that is, if no page of this call has settled and the disk has completed no
-        write. Then ``stats()["nvme"]["state"]`` is not "ok" until the hanging write ends.
+        The call also waits until earlier evictions are durable. Pages that are still being copied out of an
+        engine's slots are included. The call gives up after 10 s without progress, that is, if in this time
+        no page of the flush was written or failed and the disk completed no write or erase.
+        ``stats()["nvme"]["state"]`` then differs from "ok" until the stuck write completes.
 
         Returns:
-            The number of durable, failed and pending pages, and of evicted pages that a restart could still
-            bring back.
+            The number of durable, failed and pending pages, and the number of evicted pages that a restart
+                could bring back.
         """
         self._pump.require_open()
         return Flush.of_unsaved(self._pump).result()
@@ -818,18 +891,24 @@ class TierStore:
     def flush_evictions(self) -> int:
         """Wait until every ``evict`` before the call is durable, so that no restart brings its pages back.
 
-        The call writes no page. It gives up like ``flush``.
+        The call writes no pages. It gives up under the same conditions as ``flush``.
 
         Returns:
-            The number of evicted pages that a restart now could bring back. 0 unless the disk fails or hangs.
+            The number of evicted pages that a restart could bring back now. 0 unless the disk fails or hangs.
         """
         self._pump.require_open()
         return Flush(self._pump, Ticket()).result().pending_erases
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight, queued or waiting for an event.
+        """Wait until no copy is in flight or queued, and no action waits for an event.
 
-        Return False if the wait timed out.
+        Leases that were garbage-collected without ``release`` are released first.
+
+        Args:
+            timeout_s: Longest time to wait, in seconds.
+
+        Returns:
+            False if the wait timed out.
         """
         self._pump.require_open()
         self._leases.take_back()
@@ -840,17 +919,20 @@ class TierStore:
     async def export_pages(
         self, keys: Sequence[PageKey], path: str | PathLike[str], progress: Shown | None = None
     ) -> Exported:
-        """Write those pages of ``keys`` that some tier has to one portable file (docs/archive.md).
+        """Write pages to one portable file (docs/archive.md).
 
-        Pages on NVMe are written in their stored form, encoded or not. The call affects the store only as
-        ``acquire`` does. If it is cancelled or fails, it leaves no new file, and an existing file at ``path``
-        is unchanged. Memory-only pages are never written to a file. If an engine owns HBM, only pages on disk
-        are exported: call ``flush`` first.
+        Keys that no tier has are skipped. Pages on NVMe are exported in their stored form, encoded or not;
+        other pages are loaded into HBM, as ``acquire`` does. Memory-only pages are never exported. If an
+        engine owns HBM, only pages on disk are exported, so call ``flush`` first. If the call fails or is
+        cancelled, it leaves no new file, and an existing file at ``path`` is not changed.
 
         Args:
-            keys: The pages.
+            keys: The keys of the pages to export.
             path: The file to write.
-            progress: Called with the number of pages done and the total.
+            progress: Called with the number of pages processed so far and the total.
+
+        Returns:
+            The path, the number of exported pages and their sizes, and the skipped pages, each with a reason.
 
         Raises:
             ArchiveError: No page is available, or another process is writing this file.
@@ -862,15 +944,25 @@ class TierStore:
         return await write_archive(Path(path), keys, source, progress)
 
     async def import_pages(self, path: str | PathLike[str], progress: Shown | None = None) -> Imported:
-        """Import those pages of an archive that are intact, fit, and have their parents in the store.
+        """Import the pages of an archive into the store.
 
-        They go to the lowest tier; ``flush`` makes them durable. Pages that the store already has are not
-        changed. If the call is cancelled, the pages imported so far stay in the store.
+        A page is skipped if it is damaged, if its parent is neither in the store nor imported before it, or
+        if the store is full. Pages that the store already has are not changed. Imported pages are copied to
+        the lowest tier; call ``flush`` to make them durable. If the call is cancelled, the pages imported so
+        far stay in the store.
+
+        Args:
+            path: The archive.
+            progress: Called with the number of pages processed so far and the total.
+
+        Returns:
+            The number of imported pages and of pages that the store already had, and the skipped pages.
 
         Raises:
             ConfigError: An engine owns HBM.
-            ArchiveError: The file is damaged outside its pages, or its pages do not suit this store. Nothing was
-                changed.
+            ArchiveError: The file is damaged outside its pages, its pages have a different model, page size or
+                loss class, or this store uses a lossy codec. Nothing was changed.
+            OSError: The file cannot be read.
         """
         self._pump.require_open()
         if self._parts.pool is None:
@@ -885,10 +977,11 @@ class TierStore:
         return Description(self._parts.layout, loss_class(self._config))
 
     def poll(self) -> list[int]:
-        """Process finished work, and call the callbacks of ``watch``.
+        """Process finished copies, start new ones, and call the callbacks of ``watch``.
 
         Returns:
-            Engine-owned slots that no copy uses any more.
+            Engine slots that the store no longer reads or writes, each reported once. Empty if the store owns
+                HBM.
         """
         self._pump.advance()
         with self._lock, self._guard:
@@ -901,22 +994,24 @@ class TierStore:
         """Call ``callback`` for every page that enters or leaves a tier from now on.
 
         All tiers are watched, except HBM that an engine owns. A page enters a tier when its copy there
-        becomes readable, and leaves the tier when the copy no longer is. A page that moves down enters the
-        lower tier before it leaves the upper one. Pages that tiers already hold are not reported: begin to
-        watch first, then call ``match``.
+        becomes readable, and leaves the tier when that copy is no longer readable. A page that is moved down
+        enters the lower tier before it leaves the upper one. Pages that are already in a tier are not
+        reported. To find all pages, start the watch first and then call ``match``.
 
-        Changes are reported one by one and in order, by one thread at a time and never under the store's
-        lock, so the callback may call the store. It is called by the store's thread, and by ``poll`` before
-        that returns. A store opened with ``pump=False`` has no such thread: ``poll`` reports everything that
-        happened since the last ``poll``. If the callback raises, ``poll`` raises the same exception, and no
-        slot is lost; on the store's thread the exception is counted (``tierstore_faults_total``) and logged.
-        In both cases the change counts as reported, and the next one follows. Up to 1,048,576 changes may
-        wait to be reported. Further ones are only counted, in ``lost`` of the result. The watch ends with
-        ``end`` of the result, or when the store is closed.
+        Changes are reported one at a time and in order. The store's lock is not held during a callback, so
+        the callback may call the store. Callbacks run on the store's thread, and in ``poll``. A store opened
+        with ``pump=False`` has no thread, so ``poll`` reports everything that has changed since the last
+        ``poll``. If a callback raises an exception in ``poll``, ``poll`` raises it as well, and no slot is
+        lost. On the store's thread, the exception is counted (``tierstore_faults_total``) and logged. In both
+        cases the change counts as reported, and the next one follows. Up to 1,048,576 changes are queued;
+        further changes are only counted, in the ``lost`` attribute of the Watch.
+
+        Returns:
+            A Watch. It ends when its ``end`` method is called or the store is closed.
 
         Raises:
-            TypeError: ``callback`` cannot be called.
-            StoreClosed: After ``close``.
+            TypeError: ``callback`` is not callable.
+            StoreClosed: The store is closed.
         """
         self._pump.require_open()
         if not callable(callback):
@@ -925,70 +1020,75 @@ class TierStore:
             return self._pump.watches.add(callback)
 
     def register(self, *pages: EnginePages) -> None:
-        """Register the engine's tensors, one EnginePages per KV group.
+        """Register an engine's KV cache tensors, one EnginePages per KV group.
 
         Raises:
-            ConfigError: The store owns HBM, or the tensors do not fit.
+            ConfigError: The store owns HBM, tensors are registered already, or shapes, dtypes or layouts do
+                not match the PageSpecs.
         """
         self._pump.advance()
         register_pages(self._config, self._parts, pages, self._wake)
 
     def check(self) -> None:
-        """Check every invariant of the store. O(pages), and usable in production.
+        """Check every invariant of the store. Safe to call in production.
+
+        The check takes time proportional to the number of pages and holds the store's lock meanwhile.
 
         Raises:
-            AssertionError: An invariant does not hold; the message names it.
+            AssertionError: An invariant does not hold. The message names it.
         """
         self._pump.advance()
         with self._lock, self._guard:
             invariants.check(self._directory, self._pump.events)
 
     def explain(self, keys: Sequence[PageKey]) -> list[dict[str, object]]:
-        """Return for each key the states of its copies by tier, its parent, and why it was last evicted."""
+        """Return, for each key, the state of its copies, its parent, and why it was last evicted. Read-only."""
         self._pump.require_open()
         require_key_list(keys)
         with self._lock, self._guard:
             return [metrics.explain_page(self._directory, key) for key in keys]
 
     def stats(self) -> dict[str, object]:
-        """Return a snapshot of the effective configuration, sizes, occupancy, counters and rates."""
+        """Return a snapshot of the effective configuration, sizes, occupancy, counters and rates. Read-only."""
         self._pump.require_open()
         with self._lock, self._guard:
             return metrics.stats(self._config, self._parts)
 
     def rates(self) -> dict[tuple[Tier, Tier], float]:
-        """Return the measured throughput of each edge, in bytes per second, by source and destination.
+        """Return the measured throughput of each edge (source, destination), in bytes/s. Read-only.
 
-        It is a moving average over the edge's transfers, as in ``stats()["bytes_per_s"]``. Edges without a
-        finished transfer are left out. Like ``stats`` the call only looks.
+        The throughput is a moving average over the transfers of an edge, as in ``stats()["bytes_per_s"]``.
+        Edges without a finished transfer are left out.
 
         Raises:
-            StoreClosed: After ``close``.
+            StoreClosed: The store is closed.
         """
         self._pump.require_open()
         with self._lock, self._guard:
             return dict(self._directory.transfers.rates)
 
     def traffic(self) -> dict[tuple[Tier, Tier], Traffic]:
-        """Return the numbers of pages in flight and arrived for each edge, by source and destination.
+        """Return how many pages are in flight on each edge (source, destination), and how many have arrived.
 
-        Edges that have carried no page yet are left out. Like ``stats`` the call only looks.
+        Read-only.
+
+        Edges without any transfer so far are left out.
 
         Raises:
-            StoreClosed: After ``close``.
+            StoreClosed: The store is closed.
         """
         self._pump.require_open()
         with self._lock, self._guard:
             return self._directory.transfers.traffic()
 
     def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """Return how many of these pages are in flight to ``tier`` and cannot be read there yet.
+        """Return how many of these pages are in flight to ``tier`` and not readable there yet. Read-only.
 
-        The result is 0 for a tier that is not configured. Like ``match`` the call only looks.
+        The result is 0 for a tier that is not configured.
 
         Raises:
-            ValueError: ``tier`` is not a tier.
-            StoreClosed: After ``close``.
+            ValueError: ``tier`` is not a Tier.
+            StoreClosed: The store is closed.
         """
         self._pump.require_open()
         require_key_list(keys)
@@ -997,37 +1097,39 @@ class TierStore:
             return self._directory.residency.arriving(keys, tier)
 
     def idle(self) -> bool:
-        """Return whether no page moves and none will move without another call.
+        """Return whether no page is being copied, and no copy will start without another call. Read-only.
 
-        Like ``stats`` the call only looks.
-
-        That is: no copy is in flight or queued, no action waits for an event, and no page waits for a timed
-        spill.
+        That is: no copy is in flight or queued, no action waits for an event, and no page waits for the next
+        timed write to disk (``nvme.flush``).
 
         Raises:
-            StoreClosed: After ``close``.
+            StoreClosed: The store is closed.
         """
         self._pump.require_open()
         with self._lock, self._guard:
             return self._pump.settled and self._directory.writeback.next_spill is None
 
     def close(self, timeout_s: float = 30) -> None:
-        """Save pages that only HBM or HOST hold, wait for copies, fail the rest, and release the directory.
+        """Save pages that exist only in HBM or HOST, finish copies in flight, and close all tiers.
 
-        A second call has no effect. No page is promoted once the call has begun. An attached prefetcher ends
-        by itself; it may be closed before or after the store. In a forked child the call does nothing,
-        because the store belongs to the parent.
+        Copies that have not finished after ``timeout_s`` seconds fail. A second call has no effect, unless a
+        signal handler interrupted the first; the second call then closes the parts that are still open. No
+        page is promoted once the call has started. An attached prefetcher stops by itself and may be closed
+        before or after the store. In a forked child the call does nothing, because the store belongs to the
+        parent process.
         """
         timeout_s = seconds_to_wait("timeout_s", timeout_s)
         if self._pump.inherited:
             return
         with self._closing:
-            if not self._pump.closed:
+            if not self._ended:
                 self._close(timeout_s)
+                self._ended = True
 
     def _close(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
-        # An interrupted store saves nothing, because its pages in memory may be wrong.
+        # A store that was interrupted in the middle of a change raises StoreClosed here. It writes nothing,
+        # because its pages in memory may be wrong.
         with suppress(StoreClosed):
             with self._pump.lock, self._pump.guard:
                 self._directory.hints.close()
@@ -1035,7 +1137,7 @@ class TierStore:
             self._pump.wait_idle(deadline)
         self._pump.stop(max(0.0, deadline - monotonic()))
         if not self._pump.mover.close(max(0.0, deadline - monotonic())):
-            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+            _log.warning("a copy or I/O thread did not finish within %s s and was abandoned", timeout_s)
         elif self._parts.arena is not None:
             self._parts.arena.close()
 

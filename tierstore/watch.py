@@ -1,6 +1,7 @@
-"""Callbacks that are told of pages as they come to tiers and leave them, in order and outside the store's lock.
+"""Watches: callbacks for pages that enter or leave a tier, called in order and without the store's lock.
 
-Under the lock a change is only appended to a queue of each callback. The store's thread and ``poll`` empty the queues.
+Code that holds the lock only appends each change to the queue of every watch. The store's thread and ``poll``
+call the callbacks later.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ _MOST_UNTOLD = 1 << 20
 
 
 class Watch:
-    """A callback that is told of pages as they come and go, until ``end``. Made by ``TierStore.watch``.
+    """A subscription to page changes in all tiers. Created by ``TierStore.watch``.
+
+    It lasts until ``end`` is called or the store is closed.
 
     Attributes:
-        lost: Changes that were never told, because 1,048,576 others waited to be told when they happened.
+        lost: Number of changes that were discarded, because 1,048,576 changes were queued already.
     """
 
     def __init__(self, callback: Callable[[PageChange], object], watches: Watches) -> None:
-        """Use ``TierStore.watch``."""
+        """Create a watch. For internal use: call ``TierStore.watch`` instead."""
         self.lost = 0
         self._callback = callback
         self._watches = watches
@@ -36,16 +39,17 @@ class Watch:
         self._ended = False
 
     def end(self) -> None:
-        """Tell nothing more; drop what was not told. Any thread, also from within the callback. Idempotent.
+        """Stop calling the callback, and discard queued changes.
 
-        A call of the callback that is under way in another thread goes on.
+        Thread-safe and idempotent. May be called from within the callback. If the callback is running in
+        another thread, that call continues after ``end`` has returned.
         """
         self._ended = True
         self._watches.remove(self)
         self._untold.clear()
 
     def _append(self, key: PageKey, tier: Tier, came: bool) -> bool:
-        """Return whether this is the first change that waits to be told."""
+        """Queue a change. Return whether the queue was empty before."""
         if len(self._untold) >= _MOST_UNTOLD:
             self.lost += 1
             return False
@@ -62,19 +66,24 @@ class Watch:
 
 
 class Watches:
-    """All watches of a store. ``wake``: called when there is something to tell and nothing waited before."""
+    """All watches of a store.
+
+    Args:
+        residency: The residency table, which reports each change.
+        wake: Called when the queue of a watch is no longer empty.
+    """
 
     def __init__(self, residency: Residency, wake: Callable[[], None]) -> None:
         self._residency = residency
         self._wake = wake
         self._open: tuple[Watch, ...] = ()
         self._changing = Lock()
-        """Held while ``_open`` changes."""
+        """Held while ``_open`` is replaced. Reading ``_open`` needs no lock."""
         self._telling = Lock()
-        """Held by the thread that calls callbacks."""
+        """Held by the thread that is calling callbacks."""
 
     def add(self, callback: Callable[[PageChange], object]) -> Watch:
-        """Open a watch, which is told of every change after this call. With the store's lock held."""
+        """Create a watch that reports every change from now on. The caller holds the store's lock."""
         watch = Watch(callback, self)
         with self._changing:
             self._open = (*self._open, watch)
@@ -82,18 +91,18 @@ class Watches:
         return watch
 
     def remove(self, watch: Watch) -> None:
-        """Tell this watch nothing more. Any thread."""
+        """Report no further changes to this watch. Thread-safe."""
         with self._changing:
             self._open = tuple(each for each in self._open if each is not watch)
             if not self._open:
                 self._residency.changed = None
 
     def tell(self) -> None:
-        """Call the callbacks until nothing is left to tell. Not with the store's lock held.
+        """Call the callbacks until all queued changes are reported.
 
-        One thread at a time. A thread that comes meanwhile, or a callback that comes here by a call of the store,
-        returns at once: the first one tells what has happened since. What a callback raises passes; its change counts
-        as told.
+        The caller must not hold the store's lock. Only one thread at a time calls callbacks. A call that is
+        made meanwhile, by another thread or by a callback, returns at once; the first thread reports its
+        changes too. An exception raised by a callback is propagated, and the change counts as reported.
         """
         while any(watch._untold for watch in self._open):
             if not self._telling.acquire(blocking=False):
@@ -105,7 +114,7 @@ class Watches:
                 self._telling.release()
 
     def close(self) -> None:
-        """End every watch."""
+        """End all watches."""
         for watch in self._open:
             watch.end()
 

@@ -1,1 +1,5 @@
-"""Doors to inference engines. An adapter translates: policy and residency are decided below it."""
+"""Adapters for inference engines.
+
+An adapter translates an engine's requests into calls to the store. The store alone decides which pages to
+keep, and in which tier.
+"""

@@ -1,16 +1,18 @@
-"""Find the cached page that begins like the rest of a prompt: the longest prefix by tokens, for adapters.
+"""A radix tree that finds cached pages by their tokens, for adapters. It contains only metadata.
 
-Metadata only.
+The store finds only full pages, by their keys. If a prompt diverges from a cached sequence within a page, the
+prompt has another key for that page, and the whole page would be recomputed. This index finds a cached page
+whose first t tokens are the next t tokens of the prompt. The adapter leases that page, copies it into a slot
+of its own and continues after these t tokens.
 
-The store's keys say which full pages of a prompt it has. A prompt that leaves a cached sequence inside a page has
-another key for that page and would recompute all of it. This index names the page that agrees with the prompt for
-its first t tokens: the adapter leases it, copies it into a slot of its own and continues after t tokens.
+An entry records the tokens of a key. It does not promise that the store still has the page. A stale entry is
+harmless, because the adapter must lease the page with ``acquire``. If the store does not have the page, the
+adapter calls ``discard`` and searches again.
 
-An entry says what a page *would* hold, not that the store has it. A stale entry is harmless, because ``acquire``
-decides: the adapter then calls ``discard`` and asks again. Only tokens and the root distinguish pages: a page that
-also depends on something at a token offset (an image) belongs under another root, or not into the index.
+The index compares only roots and tokens. If the K/V of a page also depend on other data, such as an image at
+some position of the prompt, insert the page under another root, or not at all.
 
-The tree of prefixes is SGLang's radix cache with one page per edge, which needs one key per node.
+The tree is like that of SGLang's radix cache, but each edge has exactly one page, so every node has one key.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ _TOKEN_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RadixMatch:
-    """``keys`` are the full pages of the prompt, from its first one on.
+    """The result of ``RadixIndex.longest``.
 
-    The first ``next_tokens`` tokens (1 to page_size - 1) of the page ``next_key`` continue the prompt; None and 0 if no
-    page begins like its rest.
+    Attributes:
+        keys: Keys of the full pages that match, from the start of the prompt.
+        next_key: Key of a page whose first tokens are the prompt's next tokens. None if no page was found.
+        next_tokens: Number of tokens of that page that match, 1 to page_size - 1. 0 if ``next_key`` is None.
     """
 
     keys: tuple[PageKey, ...]
@@ -41,7 +45,7 @@ class RadixMatch:
 
 
 class _Node:
-    """A page, or a root. ``label`` leads here from the parent: the root's name or the page's packed tokens."""
+    """A page or a root. ``label`` is the packed tokens of a page, or the bytes that identify a root."""
 
     __slots__ = ("above", "below", "key", "label")
 
@@ -56,24 +60,32 @@ _label = attrgetter("label")
 
 
 class RadixIndex:
-    """An index of pages by the tokens before and in them.
+    """An index of pages by their tokens and all tokens before them.
 
-    Beyond ``max_pages`` the least recently used leaf is dropped.
+    If the index has more than ``max_pages`` pages, it drops the least recently used leaves. Each ``insert``
+    and ``longest`` counts as a use of every page on its path. Finding a page takes O(log siblings). Adding or
+    dropping one also changes a sorted list of its siblings. Not thread-safe: callers must serialize access.
 
-    ``insert`` and ``longest`` count as use of every page they name. Finding or adding a page costs O(log siblings),
-    dropping the oldest O(1), besides moving the tail of a sorted list. Not thread-safe: the caller serialises.
-
-    Memory, measured on CPython 3.11: 290 bytes per page and 8 per token, so 800 bytes for a page of 64 tokens.
+    Memory use, measured with CPython 3.11: 290 bytes per page plus 8 per token, about 800 bytes for a page of
+    64 tokens.
     """
 
     def __init__(self, page_size: int, max_pages: int = 1 << 20) -> None:
-        """``page_size`` is in tokens. ValueError if either is less than 1."""
+        """Create an empty index.
+
+        Args:
+            page_size: Tokens per page.
+            max_pages: Maximum number of pages in the index.
+
+        Raises:
+            ValueError: An argument is less than 1.
+        """
         if page_size < 1 or max_pages < 1:
             raise ValueError(f"page_size and max_pages must be at least 1, got {page_size} and {max_pages}")
         self._stride = page_size * _TOKEN_NBYTES
         self._max_pages = max_pages
         self._roots: dict[bytes, _Node] = {}
-        # Least recently used first, and every page before the one above it: so the first is always a leaf.
+        # Order: least recently used first, and every page before its parent. So the first page is a leaf.
         self._pages: OrderedDict[PageKey, _Node] = OrderedDict()
 
     def __len__(self) -> int:
@@ -81,26 +93,33 @@ class RadixIndex:
         return len(self._pages)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Return whether the index has this page. Does not count as use."""
+        """Return whether the page is in the index. Does not count as a use."""
         return key in self._pages
 
     def insert(self, root: bytes, token_ids: Sequence[int], keys: Sequence[PageKey]) -> None:
-        """Add the pages of a sequence: ``keys[i]`` is the page of tokens ``[i * page_size, (i + 1) * page_size)``.
+        """Add the pages of a sequence.
 
-        Tokens beyond the keys are ignored. Of more than ``max_pages`` keys the first stay. Known pages count as
-        used.
+        ``keys[i]`` is the key of tokens ``[i * page_size, (i + 1) * page_size)``. Tokens after the last key's
+        page are ignored. If there are more than ``max_pages`` keys, the index keeps only the first
+        ``max_pages``. Pages that are already in the index count as used.
 
         Args:
-            root: Opaque; identifies everything that the keys depend on besides the tokens (salt, extras).
+            root: Opaque bytes that identify everything that the keys depend on in addition to the tokens, such
+                as salt and extras.
+            token_ids: The tokens of the sequence.
+            keys: The keys of the sequence's first full pages.
 
         Raises:
-            ValueError: There are more keys than full pages, a key is repeated or known by other tokens or another
-                root, tokens have another key (``root`` lacks something), or a token is beyond int64. Nothing changes.
-            TypeError: ``token_ids`` is not a sequence of integers. Nothing changes.
+            ValueError: There are more keys than full pages; a key occurs twice; a key is already known under
+                other tokens or another root; the tokens are already known under another key (``root`` is
+                incomplete); or a token does not fit in int64. The index is unchanged.
+            TypeError: ``token_ids`` is not a sequence of integers. The index is unchanged.
         """
         labels, _ = self._cut(token_ids)
         if len(keys) > len(labels):
-            raise ValueError(f"{len(keys)} keys for {len(labels)} full pages")
+            raise ValueError(
+                f"got {len(keys)} keys for {len(labels)} full pages of tokens: pass at most one key per full page"
+            )
         path = self._descend(root, labels[: len(keys)])
         self._refuse_conflicts(keys, path)
         if not keys:
@@ -116,9 +135,13 @@ class RadixIndex:
             self._remove_leaf(next(iter(self._pages.values())))
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """Return the longest known prefix of ``token_ids`` under ``root``. Changes only what was used last.
+        """Return the longest prefix of ``token_ids`` that the index has under ``root``. Its pages count as used.
 
-        If several pages continue the prompt equally far, returns any of them. Raises like ``insert``.
+        If several pages match the same number of tokens after the full pages, ``next_key`` is any one of them.
+
+        Raises:
+            ValueError: A token does not fit in int64.
+            TypeError: ``token_ids`` is not a sequence of integers.
         """
         labels, rest = self._cut(token_ids)
         path = self._descend(root, labels)
@@ -133,7 +156,7 @@ class RadixIndex:
         return RadixMatch(keys, best.key, num_tokens)
 
     def discard(self, key: PageKey) -> None:
-        """Remove a page and every page after it, if it is known."""
+        """Remove a page, and all pages after it in any sequence. Ignores a key that is not in the index."""
         top = self._pages.get(key)
         if top is None:
             return
@@ -144,20 +167,21 @@ class RadixIndex:
             self._remove_leaf(node)
 
     def _cut(self, token_ids: Sequence[int]) -> tuple[list[bytes], bytes]:
-        """Return the packed tokens of each full page, and those of the rest."""
+        """Return the packed tokens of each full page, and the packed remaining tokens."""
         if isinstance(token_ids, str | bytes | bytearray):
             raise TypeError(f"token_ids must be a sequence of integers, got {type(token_ids).__name__}")
         try:
-            # The machine's byte order is sufficient: labels of equal length that share most bytes share most tokens.
+            # Any byte order works: of two labels, the one that shares more leading bytes with a third label
+            # never shares fewer leading tokens with it.
             packed = array("q", token_ids).tobytes()
         except OverflowError as error:
-            raise ValueError("a token id is beyond int64") from error
+            raise ValueError("token_ids must fit in int64") from error
         stride = self._stride
         full = len(packed) - len(packed) % stride
         return [packed[start : start + stride] for start in range(0, full, stride)], packed[full:]
 
     def _descend(self, root: bytes, labels: Sequence[bytes]) -> list[_Node]:
-        """Return the known pages from the first one on."""
+        """Return the pages on the path of these labels, up to the first label that is not in the index."""
         node = self._roots.get(root)
         if node is None:
             return []
@@ -172,15 +196,15 @@ class RadixIndex:
 
     def _refuse_conflicts(self, keys: Sequence[PageKey], path: Sequence[_Node]) -> None:
         if len(set(keys)) < len(keys):
-            raise ValueError("a key is given twice")
+            raise ValueError("keys must be distinct, but a key occurs twice")
         for index, key in enumerate(keys):
             if index < len(path):
                 if path[index].key != key:
                     raise ValueError(
-                        f"keys[{index}] differs from the key known by these tokens and this root"
+                        f"keys[{index}] differs from the key already inserted for these tokens and this root"
                     )
             elif key in self._pages:
-                raise ValueError(f"keys[{index}] is known by other tokens or another root")
+                raise ValueError(f"keys[{index}] was already inserted for other tokens or another root")
 
     def _use(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
@@ -196,9 +220,10 @@ class RadixIndex:
 
 
 def _closest(siblings: Sequence[_Node], wanted: bytes) -> tuple[_Node | None, int]:
-    """Return the sibling that shares most leading tokens with ``wanted``, and their number; (None, 0) if none does.
+    """Return the sibling that shares the most leading tokens with ``wanted``, and how many it shares.
 
-    Siblings are sorted, so it is one of the two next to the position of ``wanted``.
+    Return (None, 0) if no sibling shares a token. Siblings are sorted, so only the neighbours on both sides
+    of ``wanted`` are compared.
     """
     best, most = None, 0
     at = bisect_left(siblings, wanted, key=_label)

@@ -1,4 +1,6 @@
-"""Our NVMe tier below vLLM's own CPU tier: bounded, checked, and found again after a restart.
+"""Makes TierStore's NVMe tier available to vLLM as a secondary tier, below vLLM's own CPU tier.
+
+In vLLM's ``--kv-transfer-config``:
 
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {
@@ -6,7 +8,8 @@
       "secondary_tiers": [{"type": "TierStoreTier", "module_path": "tierstore.adapters.vllm_tier",
                            "config": "tierstore.yaml"}]}
 
-Needs vLLM 0.32 or 0.33: earlier versions do not load tiers of other packages. Only vLLM imports this module.
+Chunks on disk are checksummed, and found again after a restart. Their total size is limited. Requires vLLM
+0.32 or 0.33; earlier versions do not load tiers from other packages. Only vLLM imports this module.
 """
 
 from __future__ import annotations
@@ -36,28 +39,35 @@ from tierstore.errors import ConfigError
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout, PageSpec
 
-_log = logging.getLogger(f"vllm.{__name__}")  # shown next to vLLM's own lines
+_log = logging.getLogger(f"vllm.{__name__}")  # shown next to vLLM's own log lines
 _CLOSE_S = 30.0
 _CODED = ("bfloat16", "float16")
 
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """The NVMe tier as a secondary tier of vLLM's offloading.
+    """The NVMe tier as a secondary tier for vLLM's offloading.
 
-    One engine at a time uses the directory; data-parallel engines each have their own part of it. Called in the
-    scheduler's process, under the tiering manager's lock.
+    Each data-parallel engine uses its own part of the directory. Only one engine at a time can use a part.
+    vLLM calls all methods in the scheduler's process, under the tiering manager's lock.
 
     Args:
-        config: A YAML file or a mapping, of which only the section ``nvme`` is used.
-        model: Must change when equal tokens would give other KV. None: the name that vLLM was given and, for a folder,
-            samples of its weights.
-        adapters: Folders of all LoRA adapters that are served. The tier sees only vLLM's hashes, which name an adapter
-            but not its weights. With the adapters' files in the identity, a newly trained adapter begins another
-            directory at the next start.
-        enable_kv_events: Publish which chunks are stored and removed.
+        config: The path of a YAML file, or a mapping. Only the section ``nvme`` is used.
+        model: A name for the weights. It must change whenever the same tokens would produce different KV. By
+            default, weights are identified by the model name given to vLLM and, if that is a local directory,
+            by samples of its files.
+        adapters: Directories of all LoRA adapters that are served. vLLM's chunk hashes identify an adapter by
+            its name, not by its weights. The files in these directories therefore become part of the
+            identity: after an adapter was retrained, the next start does not find its old chunks.
+        state_dtypes: The dtypes of recurrent states (Mamba, linear attention, short convolutions), as set with
+            ``--mamba-cache-dtype`` and ``--mamba-ssm-cache-dtype``. The tier cannot see these settings, and
+            states of other dtypes may have the same size, so the dtypes become part of the identity. Required
+            for models with such states, unless both settings are always left at "auto".
+        enable_kv_events: Whether to publish events for chunks that are stored and removed. Has no effect
+            unless vLLM's own KV events are enabled.
+        locality: The value of vLLM's ``Locality`` to set in these events, or None.
 
     Raises:
-        ConfigError: The configuration cannot be used.
+        ConfigError: The configuration is not supported.
     """
 
     medium = Medium.STORAGE
@@ -72,14 +82,25 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         config: str | Mapping[str, object],
         model: str | None = None,
         adapters: Sequence[str] = (),
+        state_dtypes: Sequence[str] = (),
         enable_kv_events: bool = False,
         locality: str | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
             raise ConfigError(
-                f"secondary tier {tier_type}: unknown {', '.join(sorted(unknown))}; it knows config, model, adapters, "
-                "enable_kv_events, locality, backpressure"
+                f"secondary tier {tier_type}: unknown keys {', '.join(sorted(unknown))}; known keys are config, model, "
+                "adapters, state_dtypes, enable_kv_events, locality, backpressure"
+            )
+        if model is not None and not model.strip():
+            raise ConfigError(
+                f"secondary tier {tier_type}: model must be a name for the weights and not blank, got {model!r}; "
+                "leave it out to identify the weights by vLLM's model name and the model's files"
+            )
+        if isinstance(state_dtypes, str) or not all(isinstance(name, str) for name in state_dtypes):
+            raise ConfigError(
+                f"secondary tier {tier_type}: state_dtypes must be a list of names such as ['float16', 'float32'], "
+                f"got {state_dtypes!r}"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
@@ -89,6 +110,8 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         told = adapters_digest([Path(folder).expanduser() for folder in adapters])
         if told:
             described["adapters"] = told
+        if state_dtypes:
+            described["state_dtypes"] = list(state_dtypes)
         woken = Event()
         self._chunks = Chunks(
             _open(nvme, described, offloading_spec.config, rows.shape[1], woken), rows, woken
@@ -99,19 +122,29 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         _log.info("NVMe tier at %s: %s chunks found", found["path"], found["chunks"])
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Look a chunk up in memory, O(1). Never RETRY: what is on its way to disk is still in the primary tier."""
+        """Return HIT if the in-memory index says that the chunk is on disk, else MISS. O(1).
+
+        A chunk that is still being written is a MISS, not a RETRY, because the primary tier still has it.
+        While the disk hangs or fails, almost every lookup is a MISS.
+        """
         return LookupResult.HIT if self._chunks.holds(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store chunks. Those that exist are not written again; the least recently used ones are evicted."""
+        """Start writing chunks to disk. Chunks that are already there are not written again.
+
+        The least recently used chunks are evicted to make space.
+        """
         self._chunks.store(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Load chunks. One that fails its checks, or is gone, is reported as failed, and vLLM computes it."""
+        """Start reading chunks from disk.
+
+        A chunk that is missing or corrupt is reported as failed, and vLLM computes it.
+        """
         self._chunks.load(job_metadata.job_id, job_metadata.keys, job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Return the jobs that ended since the last call."""
+        """Return the results of the jobs that have finished since the last call. Does not block."""
         done = self._chunks.finished()
         self._note(done)
         return [_result(job) for job in done]
@@ -121,20 +154,25 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._chunks.used(list(keys))
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Return vLLM's default: chunks are stored as they are computed."""
+        """Return vLLM's default context, with which vLLM offloads chunks as they are computed."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the primary tier, also if the disk hangs."""
+        """Block until no job accesses the primary tier. There is no timeout, even if the disk hangs."""
         self._chunks.drain()
 
     def take_events(self) -> Iterable[Any]:
-        """Return chunks stored and removed since the last call, if ``enable_kv_events``."""
+        """Return events for chunks stored and removed since the last call. Empty if events are disabled."""
         events, self._events = self._events or [], None if self._events is None else []
         return events
 
     def shutdown(self) -> None:
-        """Finish running writes. TierStoreError if the disk does not answer: the primary tier must stay then."""
+        """Finish writes in flight and close the NVMe tier. Blocks for up to 30 s.
+
+        Raises:
+            TierStoreError: The disk did not respond in time and may still access the primary tier's memory,
+                so that memory must not be freed.
+        """
         self._chunks.close(_CLOSE_S)
 
     def _note(self, done: Iterable[Done]) -> None:
@@ -150,7 +188,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any]:
-    """Return, as plain data, everything that must agree for a chunk to mean the same.
+    """Return everything that determines what the bytes of a chunk mean, as values that JSON can represent.
 
     ``config`` is vLLM's OffloadingConfig.
     """
@@ -203,11 +241,16 @@ def _open(nvme: NvmeConfig, described: Mapping[str, Any], config: Any, nbytes: i
 
 
 def _layout(codec: str, described: Mapping[str, Any], nbytes: int) -> PageLayout | None:
-    """Return the layout of a chunk as one row of numbers, which is all that the codec needs to know."""
+    """Return a layout that describes a chunk as one row of 16-bit elements, which suffices for the codec.
+
+    Return None if the dtype has no codec.
+    """
     dtype = str(described["dtype"]).removeprefix("torch.")
     if dtype not in _CODED:
         if codec != "none":
-            raise ConfigError(f"nvme.codec must be none with KV of {dtype}, got {codec}")
+            raise ConfigError(
+                f"nvme.codec must be none with KV of {dtype}, got {codec}: it encodes only {' and '.join(_CODED)}"
+            )
         return None
     spec = PageSpec(
         kind="mla",

@@ -1,5 +1,5 @@
-"""Export pages of one model to a portable file, and import them into another store.
+"""Export of one model's pages from a store to a portable file (an archive), and import into another store.
 
-docs/archive.md describes the format for other programs. A ``Source`` gives pages and a ``Sink`` takes them; both are
-called in threads, one call at a time.
+An export reads pages from a ``Source``, and an import stores them in a ``Sink``. Their methods block, so they are
+called in threads. docs/archive.md describes the file format, so that other programs can read it.
 """

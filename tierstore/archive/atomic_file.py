@@ -1,11 +1,12 @@
-"""A file that appears complete or not at all, written sequentially past the page cache.
+"""Atomic creation of a large file: it appears complete or not at all.
 
-``Draft`` writes to ``NAME.part`` beside the destination, and renames it when the caller commits, or else removes it.
-``NAME.part`` is locked while a process writes it. A killed process leaves it behind without the lock, and the next
-writer of NAME takes it over, so at most one such file exists.
+``Draft`` writes a file ``NAME.part`` next to the destination NAME. A commit renames it to NAME; otherwise it is
+removed. A process locks ``NAME.part`` while it writes it. If the process is killed, ``NAME.part`` stays behind
+unlocked, and the next writer of NAME overwrites it. There is therefore never more than one such file.
 
-``Output`` writes gigabytes that will not be read soon. Through the page cache they would evict data that other programs
-use, and a disk accepts large direct writes faster.
+``Output`` is the stream to which the file is written. It uses direct I/O, because an archive has gigabytes of data
+that will not be read soon. In the page cache, it would displace data that other programs use. Large direct writes
+are also faster.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ _STAGED_NBYTES = 8 << 20
 
 
 class Output(io.BufferedIOBase):
-    """A binary stream that stages data and writes it in blocks of 8 MiB; ``flush`` writes the rest. Thread-safe."""
+    """A binary stream that collects data and writes it to the file in blocks of 8 MiB.
+
+    ``flush`` writes data that does not fill a block. ``close`` does not flush. Thread-safe.
+    """
 
     def __init__(self, fd: int) -> None:
-        """Take over ``fd``, an empty file opened for writing."""
+        """Take ownership of ``fd``, the descriptor of an empty file that is open for writing."""
         self._fd = fd
         self._lock = Lock()
         self._staged = aligned(_STAGED_NBYTES)
         self._filled = 0
         self._offset = 0
-        """Offset in the file of the first staged byte; a multiple of BLOCK."""
+        """Position in the file at which the staged data starts, a multiple of BLOCK."""
         self._direct = True
         try:
             set_direct(fd)
@@ -56,7 +60,12 @@ class Output(io.BufferedIOBase):
         return self._fd
 
     def write(self, piece: ReadableBuffer) -> int:
-        """Stage all of ``piece``. After an OSError the file is unusable."""
+        """Add all of ``piece``, and write full blocks to the file. Return the length of ``piece`` in bytes.
+
+        Raises:
+            ValueError: The stream is closed.
+            OSError: A block cannot be written. The file must not be used afterwards.
+        """
         data = np.frombuffer(memoryview(piece), dtype=np.uint8)
         with self._lock:
             if self._fd < 0:
@@ -73,7 +82,7 @@ class Output(io.BufferedIOBase):
         return data.nbytes
 
     def flush(self) -> None:
-        """Write everything staged and set the file's length. Does not sync."""
+        """Write all staged data and set the file's length. The data is durable only after an fsync."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -86,7 +95,7 @@ class Output(io.BufferedIOBase):
             self._offset, self._filled = self._offset + begin, rest
 
     def close(self) -> None:
-        """Close the file without writing staged data, after a call in progress has ended."""
+        """Close the file. Staged data that was not flushed is lost. Waits for a call in progress in another thread."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -99,7 +108,8 @@ class Output(io.BufferedIOBase):
             try:
                 done += os.pwrite(self._fd, self._staged[done:nbytes].data, self._offset + done)
             except OSError as error:
-                # The filesystem does not support direct writes after all, or wrote part of a block.
+                # Either the file system does not support direct writes after all, or the last write ended within
+                # a block, so that the next one is not aligned. Continue without direct I/O.
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._direct = False
@@ -111,14 +121,14 @@ SUFFIX = ".part"
 
 
 class Draft:
-    """A file that ``commit`` moves to ``path``; without a commit nothing is left.
+    """A temporary file that ``commit`` renames to ``path``. Without a commit, it is removed.
 
-    Use it as a context manager and write to ``draft.file``. An existing file at ``path`` stays in place until the
-    commit. Opening and leaving only change names and never await, so no cancellation can come in between.
+    Use a draft as a context manager and write to ``draft.file``. An existing file at ``path`` stays unchanged
+    until the commit. Entering and leaving the context never await, so a cancellation cannot interrupt them.
 
     Raises:
-        ArchiveError: Another process is writing this file, or ``path`` is a directory, link, device or pipe.
-        OSError: The file cannot be created.
+        ArchiveError: Another process is writing to this path, or ``path`` is not a regular file.
+        OSError: The temporary file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +139,10 @@ class Draft:
         self.file = Output(_locked(self._part))
 
     def commit(self) -> None:
-        """Rename the written and synced file to its final name, and sync the directory."""
+        """Rename the temporary file to its final name, and sync the directory.
+
+        The caller must flush and sync the file first.
+        """
         self._part.replace(self.path)
         self._committed = True
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -146,7 +159,9 @@ class Draft:
     ) -> None:
         if not self._committed:
             self._part.unlink(missing_ok=True)
-        with suppress(OSError):  # a network file system may report errors only here; the file is synced
+        with suppress(
+            OSError
+        ):  # a network file system may report an error here, but the data is synced already
             self.file.close()  # waits for a write in another thread
 
 
@@ -159,11 +174,15 @@ def _require_free(path: Path) -> None:
         found = (
             "directory" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "device, pipe or socket"
         )
-        raise ArchiveError(f"{path} is a {found}; name a new or an existing regular file")
+        raise ArchiveError(f"{path} is a {found}; choose a path that is new or a regular file")
 
 
 def _locked(part: Path) -> int:
-    """Return a descriptor of the file, emptied and locked."""
+    """Open or create the file, lock it, truncate it, and return its descriptor.
+
+    Raises:
+        ArchiveError: Another process holds the lock.
+    """
     while True:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -174,12 +193,12 @@ def _locked(part: Path) -> int:
         except BlockingIOError:
             os.close(fd)
             raise ArchiveError(
-                f"{part} is being written by another process; wait until it has ended"
+                f"{part} is being written by another process; wait for that process to finish"
             ) from None
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # renamed or removed between open and flock
+        os.close(fd)  # another process renamed or removed the file between open and flock: try again
 
 
 def _is(fd: int, path: Path) -> bool:

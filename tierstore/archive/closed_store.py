@@ -1,10 +1,13 @@
-"""The directory of a closed store, as the source or the sink of an archive. Needs no model."""
+"""The directory of a closed store as the source of an export or the sink of an import. No model is needed.
+
+A home is the directory that ``nvme.path`` names. It has a sub-directory (shard) for each fingerprint and rank.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
@@ -23,14 +26,14 @@ from tierstore.nvme.directory_opener import OpenShard, open_shard
 from tierstore.nvme.examination import examine
 from tierstore.nvme.inspection import open_reader
 from tierstore.nvme.page_codecs import Coding
-from tierstore.nvme.reader import Record, RecordBuffers, RecordReader, read_record
+from tierstore.nvme.reader import Lender, Record, RecordBuffers, RecordReader
 from tierstore.nvme.record_storage import Page
 from tierstore.page import PageLayout, PageSpec
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 
 class Shard(NamedTuple):
-    """A sub-directory of a home, with its pages described by its marker."""
+    """A sub-directory of a home, with its marker file and the description of its pages from the marker."""
 
     directory: Path
     description: Description
@@ -38,12 +41,12 @@ class Shard(NamedTuple):
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """List the sub-directories of a home whose markers describe their pages; only these can be exported.
+    """Return the sub-directories of a home whose pages can be exported. Changes nothing.
 
-    Changes nothing.
+    Sub-directories that are damaged, or whose marker does not describe their pages, are left out.
 
     Raises:
-        ConfigError: ``path`` is not a home.
+        ConfigError: ``path`` is not the directory of a store.
     """
     root = path.expanduser().resolve()
     directory_layout.require_home(root)
@@ -58,12 +61,12 @@ def shards_of(path: Path) -> list[Shard]:
 
 
 def require_known(path: Path, description: Description) -> None:
-    """Check that pages of this description belong to a model that ``path`` already holds.
+    """Check that the store at ``path`` already has a sub-directory for pages with this description.
 
-    A new or an empty directory accepts any model.
+    A directory that does not exist or is empty passes the check.
 
     Raises:
-        ArchiveError: ``path`` holds pages of other models only. The message names the difference.
+        ArchiveError: All sub-directories are for other pages. The message names the first difference.
     """
     root = path.expanduser().resolve()
     if not root.exists() or not any(root.iterdir()):
@@ -75,51 +78,77 @@ def require_known(path: Path, description: Description) -> None:
         require_same(description, shard.description)
 
 
-class ClosedSource:
-    """The records of a sub-directory, unchanged."""
+_CLOSE_S = 5.0
 
-    def __init__(self, reader: RecordReader, description: Description) -> None:
-        """Wrap an open reader, which the caller closes. ``open_source`` is the usual way to make one."""
+
+class ClosedSource:
+    """A ``Source`` that reads the records of a sub-directory unchanged.
+
+    It owns the open sub-directory. It closes the memory map and the files only once no thread is
+    reading them.
+    """
+
+    def __init__(self, reader: RecordReader, description: Description, opened: ExitStack) -> None:
+        """Create a source. Use ``open_source`` instead.
+
+        Args:
+            reader: Reads the records.
+            description: Describes the pages.
+            opened: Closes the reader and unlocks the sub-directory. The source takes ownership of it.
+        """
         self.description = description
-        self._reader = reader
+        self._lender = Lender(reader, description.layout.blob_nbytes)
         self._memory = RecordBuffers(description.layout.blob_nbytes)
-        # An entry without a loss class has that of the directory's last opening.
+        # An entry without a loss class has the class that the marker implies.
         self._classes = {key: found or description.loss_class for key, found in reader.loss_classes()}
+        self._opened = opened.pop_all()
 
     def classes(self, keys: Iterable[PageKey] | None = None) -> Counter[str]:
-        """Count pages by loss class: all pages, or those of ``keys`` that exist."""
+        """Return the number of pages of each loss class, among ``keys`` or, without ``keys``, among all pages."""
         found = self._classes
         return Counter(found.values() if keys is None else (found[key] for key in keys if key in found))
 
     def choose(self, loss_class: str) -> None:
-        """Restrict the source to pages of this loss class."""
+        """Restrict the source to pages of this loss class. An archive contains pages of one class only."""
         self.description = replace(self.description, loss_class=loss_class)
 
     def keys(self) -> list[PageKey]:
-        """List the keys of the chosen loss class, in the order of the catalogue."""
+        """Return the keys of all pages of the chosen loss class, in the order of the catalogue."""
         return [key for key, found in self._classes.items() if found == self.description.loss_class]
 
     def record(self, key: PageKey) -> Record | str:
         """See ``Source.record``."""
         wanted = self.description.loss_class
         if self._classes.get(key, wanted) != wanted:
-            return f"its loss class is {self._classes[key]!r}, but this file takes {wanted!r} only"
-        return read_record(self._reader, key, self._memory)
+            return f"its loss class is {self._classes[key]!r}, but this file accepts only {wanted!r}"
+        return self._lender.record(key, self._memory)
 
     def release(self, record: Record) -> None:
         """See ``Source.release``."""
         self._memory.give_back(record)
 
+    def close(self) -> None:
+        """Reject further calls, wait up to 5 s for calls in progress, and close and unlock the sub-directory.
+
+        If a call takes longer, or a signal handler raises an exception during the wait, the sub-directory stays
+        open and locked until the call ends.
+        """
+        if self._lender.close(_CLOSE_S):
+            self._opened.close()
+
 
 @contextmanager
 def open_source(shard: Shard) -> Iterator[ClosedSource]:
-    """Lock a sub-directory and read its records. Changes nothing.
+    """Lock a sub-directory for the duration of a ``with`` block, and yield a source of its records.
+
+    Nothing is changed on disk.
 
     Raises:
         ConfigError: The sub-directory is in use or damaged.
-        ArchiveError: It holds no pages.
+        ArchiveError: The sub-directory contains no pages.
     """
-    with locked_to_read(lock_path(shard.directory)) as holder:
+    with ExitStack() as opened:
+        holder = opened.enter_context(locked_to_read(lock_path(shard.directory)))
         if holder is not None:
             raise ConfigError(
                 f"{shard.directory} is in use by process {holder or 'unknown'}; close that store first, "
@@ -130,22 +159,31 @@ def open_source(shard: Shard) -> Iterator[ClosedSource]:
             raise ConfigError(f"{shard.directory} is damaged: {found.fault}")
         if not found.records:
             raise ArchiveError(f"{shard.directory} holds no pages, so there is nothing to export")
-        with open_reader(shard.directory, shard.description.layout.fingerprint) as reader:
-            yield ClosedSource(reader, shard.description)
+        fingerprint = shard.description.layout.fingerprint
+        reader = opened.enter_context(open_reader(shard.directory, fingerprint))
+        source = ClosedSource(reader, shard.description, opened)
+    try:
+        yield source
+    finally:
+        source.close()
 
 
 class ClosedSink:
-    """Stores records unchanged in a sub-directory, within its budget. Never drops an existing page."""
+    """A ``Sink`` that stores records unchanged in a sub-directory, as long as its capacity allows.
+
+    It never drops existing pages to make space.
+    """
 
     def __init__(self, shard: OpenShard, description: Description) -> None:
-        """Take over ``shard``. ``open_sink`` is the usual way to make one."""
+        """Create a sink that takes ownership of ``shard``. Use ``open_sink`` instead."""
         self.description = description
         self._shard = shard
         self._catalogue = shard.catalogue
         self._lock = Lock()
+        self._closed = False
         self._present: set[PageKey] = set()
         self._cut_off: dict[PageKey, list[PageKey]] = {}
-        """Pages that are not reachable yet, by the missing parent."""
+        """Pages that cannot be reached yet, by their parent, which is missing or cannot be reached itself."""
         self._reached: set[PageKey] = set()
         for key, parent, _ in shard.catalogue.reader.summaries():
             self._note(key, parent)
@@ -159,10 +197,12 @@ class ClosedSink:
         return key in self._reached
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """See ``Sink.take``. Each batch is one transaction."""
+        """See ``Sink.take``. Records are stored in batches, one LMDB transaction each."""
         sizing = self._shard.sizing
         count = 0
         with self._lock:
+            if self._closed:
+                raise TransferError("the directory accepts no more pages, because the import was interrupted")
             while count < len(records):
                 batch = self._fitting(records[count : count + sizing.batch_pages])
                 stored = self._store(batch) if batch else 0
@@ -172,8 +212,13 @@ class ClosedSink:
         return Taken(count)
 
     def close(self) -> None:
-        """Make everything durable and release the sub-directory, after a call in progress has ended."""
+        """Make all stored pages durable, and close and unlock the sub-directory. Waits for a call in progress.
+
+        Raises:
+            TransferError: The pages could not be made durable.
+        """
         with self._lock:
+            self._closed = True
             try:
                 self._catalogue.sync()
             except (lmdb.Error, OSError) as error:
@@ -192,13 +237,13 @@ class ClosedSink:
         return records
 
     def _store(self, records: Sequence[Record]) -> int:
-        """Store records in order and return how many were kept."""
+        """Store records in one transaction, in order. Return how many were kept, which are always the first ones."""
         pages = [Page(each.head.key, each.head.parent, each.payload, each.head) for each in records]
         try:
             sizes = self._catalogue.store(pages)
             count = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
             late = [page.key for page, size in zip(pages[count:], sizes[count:], strict=True) if size]
-            if late:  # a page is kept only if its parent is
+            if late:  # records after the first that was not stored are removed: their parents may be missing
                 self._catalogue.erase(late)
         except lmdb.MapFullError:
             return 0
@@ -209,7 +254,11 @@ class ClosedSink:
         return count
 
     def _note(self, key: PageKey, parent: PageKey | None) -> None:
-        """Record that a page exists. If its parent is reachable, so are the page and the pages waiting for it."""
+        """Add a page to the set of existing pages.
+
+        If the page has no parent or its parent can be reached, the page can be reached, and so can existing
+        pages that follow it.
+        """
         self._present.add(key)
         if parent is not None and parent not in self._reached:
             self._cut_off.setdefault(parent, []).append(key)
@@ -222,14 +271,18 @@ class ClosedSink:
 
 
 def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
-    """Raise ConfigError if ``marker`` lowers the directory's capacity: opening would drop pages to make room."""
+    """Raise ConfigError if ``marker`` has a lower capacity than the existing directory.
+
+    Opening the directory with a lower capacity could drop pages.
+    """
     old = directory_layout.read_marker(
         path.expanduser() / directory_layout.shard_name(marker.fingerprint, marker.shard)
     )
     if old is not None and marker.capacity < old.capacity:
         raise ConfigError(
-            f"nvme.capacity is {marker.capacity} bytes, but the directory was opened with {old.capacity} before; "
-            "set at least that for an import, because opening with less would drop pages"
+            f"nvme.capacity is {exact_size(marker.capacity)}, but the directory was last opened with "
+            f"{exact_size(old.capacity)}; use at least that much for an import, because with a smaller capacity the "
+            "directory could lose pages"
         )
 
 
@@ -237,24 +290,26 @@ def _refuse_lower(path: Path, marker: directory_layout.ShardMarker) -> None:
 def open_sink(
     path: Path, description: Description, *, capacity: int, codec: str, payload: str
 ) -> Iterator[ClosedSink]:
-    """Open or create the sub-directory of ``path`` for these pages, as a store with this configuration would.
+    """Open or create the sub-directory for these pages for the duration of a ``with`` block, and yield its sink.
 
-    Everything that the sink kept is durable when the context ends.
+    The sub-directory is opened in the same way as by a store with this configuration. All pages that the sink has
+    kept are durable when the block ends.
 
     Args:
         path: The home directory.
-        description: The pages to be imported.
+        description: Description of the pages to be imported.
         capacity: ``nvme.capacity`` of the configuration, in bytes.
         codec: ``nvme.codec`` of the configuration.
         payload: ``nvme.payload`` of the configuration.
 
     Raises:
-        ConfigError: The directory cannot be opened.
-        ArchiveError: The pages have another key scheme, or another loss class than ``codec`` gives.
+        ConfigError: The directory cannot be opened, or ``capacity`` is lower than before.
+        ArchiveError: The pages have a different key scheme, or ``codec`` does not match their loss class.
+        TransferError: The directory contains erased pages that cannot be deleted.
     """
     if LOSS_CLASSES[codec] != description.loss_class:
         raise ArchiveError(
-            f"the loss class of the pages is {description.loss_class!r}, but nvme.codec {codec!r} needs "
+            f"the loss class of the pages is {description.loss_class!r}, but with nvme.codec {codec!r} the store needs "
             f"{LOSS_CLASSES[codec]!r}"
         )
     if description.key_scheme != keys.SCHEME:
@@ -276,12 +331,13 @@ def open_sink(
     try:
         if shard.catalogue.undeleted:
             raise TransferError(
-                f"the directory takes no pages: {len(shard.catalogue.undeleted)} erased pages cannot be deleted from it"
+                f"the directory cannot accept pages, because {len(shard.catalogue.undeleted)} pages that were evicted "
+                "could not be deleted from disk; make sure that the disk has free space and is writable"
             )
         sink = ClosedSink(shard, description)
     except BaseException:
         shard.catalogue.close()
-        shard.lock.release()
+        shard.undo()
         raise
     try:
         yield sink
@@ -290,7 +346,7 @@ def open_sink(
 
 
 def _layout(marker: directory_layout.ShardMarker) -> PageLayout | None:
-    """Return the layout that a marker describes, or None if this version cannot read the description."""
+    """Return the page layout that a marker describes, or None if this version does not understand it."""
     try:
         groups = marker.description["groups"]
         return PageLayout.of([PageSpec(**group) for group in groups])  # type: ignore[attr-defined]
@@ -299,4 +355,4 @@ def _layout(marker: directory_layout.ShardMarker) -> PageLayout | None:
 
 
 def _refused(error: lmdb.Error | OSError) -> TransferError:
-    return TransferError(f"the directory takes no more pages: {error}")
+    return TransferError(f"the directory accepts no more pages: {error}")

@@ -1,4 +1,4 @@
-"""Export: write pages of a store into one file that appears complete or not at all."""
+"""Export of pages from a store to an archive, which appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Result of ``write_archive``. ``missing`` lists pages that are not in the file, each with the reason."""
+    """Result of ``write_archive``.
+
+    Attributes:
+        path: The file.
+        pages: Number of pages in the file.
+        nbytes: Size of the file in bytes.
+        page_nbytes: Size of an uncompressed page in bytes.
+        codecs: Number of pages in the file for each codec.
+        missing: Requested pages that are not in the file, each with the reason.
+    """
 
     path: Path
     pages: int
@@ -38,22 +47,22 @@ class Exported:
 async def write_archive(
     path: Path, keys: Sequence[PageKey], source: Source, progress: Progress | None = None
 ) -> Exported:
-    """Write the pages of ``keys`` to an archive at ``path``, replacing an existing file in one step.
+    """Write pages to an archive, atomically replacing an existing file.
 
-    Pages are written in the form in which ``source`` holds them. The file is synced before it gets its name. After an
-    error or a cancellation nothing of the new file is left, and an existing file is unchanged.
+    Pages are written in the form in which ``source`` stores them. The file is durable when the call returns. After
+    an error or a cancellation, the new file is removed, and an existing file is unchanged.
 
     Args:
         path: The file to write.
-        keys: The pages to export; duplicates are written once.
-        source: Where the pages come from.
+        keys: The keys of the pages. Duplicates are written once.
+        source: The store that contains the pages.
         progress: Called after every page.
 
     Returns:
-        The number and size of the pages written, and the pages that could not be read.
+        What was written, and the pages that could not be read.
 
     Raises:
-        ArchiveError: No page could be read; no file is left.
+        ArchiveError: ``keys`` is empty, or no page could be read.
         OSError: The file cannot be written, for example because the disk is full.
     """
     wanted = list(dict.fromkeys(keys))
@@ -80,7 +89,7 @@ async def write_archive(
 
 
 class _Writing:
-    """The archive that is being written, and its index."""
+    """State of an export: the file, the items of its index so far, and the pages that could not be read."""
 
     def __init__(self, file: AsyncBufferedIOBase, source: Source, progress: Progress) -> None:
         self._file = file
@@ -95,7 +104,7 @@ class _Writing:
         await self._write(self._header)
 
     async def pages(self, keys: Sequence[PageKey]) -> None:
-        """Write the pages in this order while the next ones are being read."""
+        """Write the pages in the order of ``keys``. Meanwhile, threads read the next pages."""
         reads = [partial(self._source.record, key) for key in keys]
         most = most_ahead(self._source.description.layout.blob_nbytes)
         async with aclosing(ahead(reads, most)) as records:
@@ -110,7 +119,7 @@ class _Writing:
                 self._progress(number, len(keys))
 
     async def end(self) -> int:
-        """Write index and trailer, and return the length of the file in bytes."""
+        """Write the index and the trailer. Return the length of the file in bytes."""
         indexed = file_format.index(file_format.parents_first(self.items))
         start = self._offset
         await self._write(indexed)
@@ -140,10 +149,8 @@ def _nothing(missing: Sequence[tuple[PageKey, str]]) -> str:
     if not missing:
         return "there is nothing to export: the list of keys is empty"
     key, reason = missing[0]
-    return (
-        f"none of the {len(missing)} pages could be read (the first, {key.hex()}: {reason}); no file was made"
-    )
+    return f"none of the {len(missing)} pages could be read (the first, {key.hex()}: {reason}); no file was written"
 
 
 def _silent(done: int, total: int) -> None:
-    """Report no progress."""
+    """Do nothing."""

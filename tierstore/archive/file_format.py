@@ -1,12 +1,14 @@
-"""The bytes of an archive: header, records, index and trailer. Pure functions: no I/O, thread-safe.
+"""The file format of archives. The functions are thread-safe and do no I/O.
 
-    header    prelude (magic, version, length) | description of the pages as JSON | xxh3-128 over both
-    records   as a store keeps them: a head of 4,080 bytes, ending in an xxh3-128 over itself and the payload
+An archive has four parts, one directly after the other:
+
+    header    prelude (magic, version, length) | description of the pages as JSON | xxh3-128 of both
+    records   in the form in which a store contains them: a head of 4,080 bytes, then the payload. The head ends
+              with the xxh3-128 of the rest of the head and of the payload
     index     one item per record, parents before their children, each with the checksum of its record
-    trailer   offset of the index, length of the file, checksums of header and index, xxh3-128 over all of these
+    trailer   offset of the index | number of items | checksums of header and index | xxh3-128 of all of these
 
-Each byte of a file is covered by a checksum. Records, index and trailer follow each other without gaps.
-``require_same`` decides whether pages of one description may stand in for pages of another.
+A checksum covers every byte of the file.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from tierstore.errors import ArchiveError
 from tierstore.keys import KEY_NBYTES
 from tierstore.nvme import record_format
 from tierstore.page import PageLayout, PageSpec
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 MAGIC = b"TierArch"
 END = b"TierDone"
 VERSION = 1
-"""Incremented whenever an older reader would misread a new file."""
+"""Version of the format. Increment it for every change that older versions would misread."""
 
 MOST_DESCRIBED = 1 << 20
-"""Limit of the JSON in a header, in bytes."""
+"""Maximum length of the JSON description in a header, in bytes."""
 
 CHECKSUM = slice(-16, None)
-"""Where in a record's head its checksum is."""
+"""The slice of a record's head that contains the record's checksum."""
 
 _SUM_NBYTES = 16
 _PRELUDE = struct.Struct("<8sHHI")
@@ -51,7 +53,7 @@ TRAILER_NBYTES = _TRAILER.size + _SUM_NBYTES
 
 @dataclass(frozen=True)
 class Description:
-    """Layout, key scheme and loss class of the pages in an archive."""
+    """Description of the pages in an archive or a store: layout, loss class and key scheme."""
 
     layout: PageLayout
     loss_class: str = keys.EXACT
@@ -59,19 +61,20 @@ class Description:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The digest of the layout's fingerprint, as records hold it."""
+        """Digest of the layout's fingerprint, as stored in record heads."""
         return record_format.fingerprint_digest(self.layout.fingerprint)
 
     @property
     def models(self) -> str:
-        """The names of all groups' models, without duplicates."""
+        """Model names of all KV groups, each name once, separated by commas."""
         return ", ".join(dict.fromkeys(spec.model for spec in self.layout.specs))
 
 
 class Item(NamedTuple):
-    """One record of an archive, as its index lists it. Lengths in bytes.
+    """An item of the index: the entry for one record. Lengths and offsets are in bytes.
 
-    ``offset`` is where the record's head begins in the file, ``checksum`` the last 16 bytes of the head.
+    ``raw_nbytes`` is the length of the uncompressed page, and ``stored_nbytes`` that of the record's payload.
+    ``offset`` is the position of the record's head in the file. ``checksum`` is the last 16 bytes of the head.
     """
 
     key: PageKey
@@ -84,12 +87,12 @@ class Item(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset of the next record."""
+        """Offset in the file at which the record ends and the next one starts."""
         return self.offset + record_format.HEAD_NBYTES + self.stored_nbytes
 
 
 class Trailer(NamedTuple):
-    """The end of a complete file."""
+    """The contents of an archive's trailer. ``header_sum`` and ``index_sum`` are checksums of header and index."""
 
     index_offset: int
     num_items: int
@@ -98,12 +101,12 @@ class Trailer(NamedTuple):
 
     @property
     def file_nbytes(self) -> int:
-        """The length that the file must have."""
+        """Length that a file with this trailer must have, in bytes."""
         return self.index_offset + self.num_items * ITEM_NBYTES + TRAILER_NBYTES
 
 
 def header(description: Description) -> bytes:
-    """Return the header of an archive of these pages.
+    """Return the header of an archive with pages of this description, as bytes.
 
     Raises:
         ArchiveError: The description is longer than ``MOST_DESCRIBED``.
@@ -119,25 +122,26 @@ def header(description: Description) -> bytes:
     body = json.dumps(described, sort_keys=True).encode()
     if len(body) > MOST_DESCRIBED:
         raise ArchiveError(
-            f"the description of the pages takes {len(body)} bytes, more than the limit of {MOST_DESCRIBED}; "
-            "use a shorter model name"
+            f"the description of the pages takes {exact_size(len(body))}, more than the limit of "
+            f"{exact_size(MOST_DESCRIBED)}; use a shorter model name"
         )
     summed = _PRELUDE.pack(MAGIC, VERSION, 0, len(body)) + body
     return summed + xxh3_128_digest(summed)
 
 
 def header_nbytes(prelude: bytes) -> int:
-    """Return the length of the header that begins with ``prelude``.
+    """Return the length in bytes of the header that starts with ``prelude``.
 
     Raises:
-        ArchiveError: It is not the beginning of an archive of this version.
+        ArchiveError: ``prelude`` is not the start of an archive, or the archive has another format version.
     """
     if len(prelude) < PRELUDE_NBYTES or prelude[: len(MAGIC)] != MAGIC:
-        raise ArchiveError("it is not an archive of pages; name a file that `tierstore export` wrote")
+        raise ArchiveError("it is not a page archive; choose a file that `tierstore export` wrote")
     _, version, reserved, length = _PRELUDE.unpack_from(prelude)
     if version != VERSION:
         raise ArchiveError(
-            f"it is an archive of version {version}, but this TierStore reads version {VERSION}"
+            f"it is an archive in format version {version}, but this TierStore reads version {VERSION}; "
+            "use the TierStore version that wrote it"
         )
     if reserved or length > MOST_DESCRIBED:
         raise ArchiveError("its header is damaged")
@@ -148,7 +152,7 @@ def parse_header(raw: bytes) -> Description:
     """Decode and check a header.
 
     Raises:
-        ArchiveError: The header is damaged, or describes pages that this version does not know.
+        ArchiveError: The header is damaged, or this version does not understand its description of the pages.
     """
     summed, found = raw[:-_SUM_NBYTES], raw[-_SUM_NBYTES:]
     if len(raw) != header_nbytes(raw) or xxh3_128_digest(summed) != found:
@@ -169,12 +173,12 @@ def parse_header(raw: bytes) -> Description:
 
 
 def codec_name(number: int) -> str:
-    """Return the name of a record's codec, or the number as text if this version does not know it."""
+    """Return the name of the codec with this number, or the number as text if this version does not know it."""
     return record_format.NAMES.get(number, str(number))
 
 
 def parents_first(items: Iterable[Item]) -> list[Item]:
-    """Sort items so that parents come before their children, as an index requires."""
+    """Return the items in an order in which parents come before their children, as an index requires."""
     waiting: dict[PageKey, list[Item]] = {}
     items = list(items)
     present = {item.key for item in items}
@@ -190,7 +194,7 @@ def parents_first(items: Iterable[Item]) -> list[Item]:
 
 
 def index(items: Sequence[Item]) -> bytes:
-    """Encode the index of a file."""
+    """Return the index of an archive as bytes. ``items`` must list parents before their children."""
     return b"".join(
         _ITEM.pack(
             item.key,
@@ -211,8 +215,15 @@ def index(items: Sequence[Item]) -> bytes:
 def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int) -> list[Item]:
     """Decode and check an index.
 
+    Args:
+        raw: The bytes of the index.
+        trailer: The trailer of the file.
+        header_end: The offset at which the header ends and the first record starts.
+        page_nbytes: Size of an uncompressed page in bytes.
+
     Raises:
-        ArchiveError: The index is damaged, its records leave a gap, or their lengths do not fit the pages.
+        ArchiveError: The index is damaged, or its items cannot be correct: records overlap or leave gaps, have the
+            wrong length, are listed twice, or come before their parents.
     """
     if len(raw) != trailer.num_items * ITEM_NBYTES or xxh3_128_digest(raw) != trailer.index_sum:
         raise ArchiveError("its index is damaged")
@@ -249,17 +260,28 @@ def parse_index(raw: bytes, trailer: Trailer, header_end: int, page_nbytes: int)
 
 
 def trailer(header_sum: bytes, index_offset: int, indexed: bytes) -> bytes:
-    """Encode the trailer of a file. ``header_sum`` is the checksum at the end of its header."""
+    """Return the trailer of an archive as bytes.
+
+    Args:
+        header_sum: The checksum at the end of the header.
+        index_offset: The offset at which the index starts.
+        indexed: The bytes of the index.
+    """
     count = len(indexed) // ITEM_NBYTES
     summed = _TRAILER.pack(END, VERSION, 0, 0, index_offset, count, header_sum, xxh3_128_digest(indexed))
     return summed + xxh3_128_digest(summed)
 
 
 def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
-    """Decode and check the trailer of a file that is ``file_nbytes`` long.
+    """Decode and check a trailer.
+
+    Args:
+        raw: The bytes of the trailer.
+        file_nbytes: The actual length of the file in bytes.
+        header_sum: The checksum at the end of the header.
 
     Raises:
-        ArchiveError: The trailer is damaged, or does not match the file's length and header.
+        ArchiveError: The trailer is damaged, or it does not match the file's length or header.
     """
     summed, found = raw[: _TRAILER.size], raw[_TRAILER.size :]
     if len(raw) != TRAILER_NBYTES or summed[: len(END)] != END or xxh3_128_digest(summed) != found:
@@ -271,14 +293,14 @@ def parse_trailer(raw: bytes, file_nbytes: int, header_sum: bytes) -> Trailer:
     return end
 
 
-_ORDER = ("model", "page_size", "dtype")  # compared first: by these people recognize their pages
+_ORDER = ("model", "page_size", "dtype")  # compared first, because these differences tell users the most
 
 
 def require_same(found: Description, allowed: Description) -> None:
-    """Check that pages of ``found`` may stand in for pages of ``allowed``.
+    """Check that pages with the description ``found`` may be stored as pages with the description ``allowed``.
 
     Raises:
-        ArchiveError: They differ. The message names the first difference and both values.
+        ArchiveError: The descriptions differ. The message names the first difference and both values.
     """
     if found.key_scheme != allowed.key_scheme:
         raise ArchiveError(_says("the key scheme", found.key_scheme, allowed.key_scheme))

@@ -1,4 +1,4 @@
-"""Import: read an archive into a store. The file's structure is checked before any page is kept."""
+"""Import of an archive into a store. Header, index and trailer are checked before any page is stored."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tierstore.archive.source_sink import Progress, Sink, ahead, checked, most_a
 from tierstore.errors import ArchiveError, IntegrityError
 from tierstore.nvme import record_format
 from tierstore.nvme.reader import Record
+from tierstore.threads import SharedFile
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
@@ -32,15 +33,15 @@ _BATCH_PAGES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Result of an import. Every page of the archive is counted once.
+    """Result of an import. Every page of the archive is counted exactly once.
 
     Attributes:
         path: The archive.
-        pages: Pages that were stored.
-        present: Pages that the store already had.
-        damaged: Pages that failed their checks, each with the reason.
-        orphans: Intact pages whose parent is damaged, or is neither in the file nor in the store.
-        no_room: Pages that did not fit because the store is full; not all of them were checked.
+        pages: Number of pages that were stored.
+        present: Number of pages that the store already had.
+        damaged: Pages that are damaged, each with the reason. They were not stored.
+        orphans: Pages that were not stored because a page before them is missing or damaged.
+        no_room: Pages that were not stored because the store is full. Not all of them were verified.
     """
 
     path: Path
@@ -52,19 +53,19 @@ class Imported:
 
     @property
     def complete(self) -> bool:
-        """Whether the store now holds every page of the file."""
+        """Whether the store now contains every page of the file."""
         return not (self.damaged or self.orphans or self.no_room)
 
 
 class Contents(NamedTuple):
-    """Header and index of an archive. ``items`` lists parents before their children."""
+    """The description of an archive's pages, and the items of its index, parents before their children."""
 
     description: file_format.Description
     items: list[file_format.Item]
 
 
 async def read_contents(path: Path) -> Contents:
-    """Read and check the header, the index and the trailer of an archive. Reads no page.
+    """Read and check the header, the index and the trailer of an archive. Pages are not read.
 
     Raises:
         ArchiveError: The file is not an archive, was truncated, or is damaged outside its pages.
@@ -75,29 +76,30 @@ async def read_contents(path: Path) -> Contents:
 
 
 async def read_archive(path: Path, sink: Sink, progress: Progress | None = None) -> Imported:
-    """Store the pages of an archive that are intact and whose parents are stored.
+    """Store all pages of an archive that are intact and can be reached.
 
-    A page that ``sink`` already has stays as it is. If the import is cancelled, the pages stored so far stay: each is
-    complete, and none is without its parents.
+    A page can be reached if the store contains all pages before it in its sequence. A page that ``sink`` already has is
+    not replaced. If the import is cancelled, the pages stored so far are kept. They are complete and can be reached.
 
     Args:
         path: The archive.
-        sink: The store that takes the pages.
+        sink: The store that receives the pages.
         progress: Called after every page.
 
     Returns:
-        How many pages were stored, already present, damaged, orphaned or did not fit.
+        How many pages were stored or already present, and which pages were not stored.
 
     Raises:
-        ArchiveError: The file is not an archive, was truncated, is damaged outside its pages, or holds pages of another
-            model, page size, key scheme or loss class. Nothing was stored.
+        ArchiveError: The file is not an archive, was truncated, or is damaged outside its pages, or its pages
+            do not match ``sink.description``. Nothing was stored.
         OSError: The file cannot be read.
+        TierStoreError: See ``Sink.take``. Pages stored before are kept.
     """
     with _named(path), _opened(path) as file:
         reader = wrap(file)
         contents = await _contents(reader, os.fstat(file.fileno()).st_size)
         require_same(contents.description, sink.description)
-        reading = _Reading(file.fileno(), sink, contents)
+        reading = _Reading(SharedFile(os.dup(file.fileno())), sink, contents)
         await reading.pages(progress)
         await reading.flush()
         reading.look_again()
@@ -113,9 +115,9 @@ async def read_archive(path: Path, sink: Sink, progress: Progress | None = None)
 
 @dataclass
 class _Reading:
-    """Pages on their way into a sink, one batch at a time."""
+    """State of an import. Pages are collected in a batch, and the sink stores one batch at a time."""
 
-    fd: int
+    file: SharedFile
     sink: Sink
     contents: Contents
     taken: list[PageKey] = field(default_factory=list)
@@ -127,7 +129,7 @@ class _Reading:
     _batch: list[Record] = field(default_factory=list)
 
     async def pages(self, progress: Progress | None) -> None:
-        """Process all items, parents first, while the next records are being read."""
+        """Process all items in the order of the index. Meanwhile, threads read the next records."""
         items = self.contents.items
         looks = (partial(self._look, item) for item in items)
         most = most_ahead(self.contents.description.layout.blob_nbytes)
@@ -152,7 +154,7 @@ class _Reading:
             await self._take(item, found)
 
     async def flush(self) -> None:
-        """Store the current batch."""
+        """Pass the current batch to the sink, and record which of its pages were kept, were damaged or did not fit."""
         batch, self._batch = self._batch, []
         while batch:
             taken = await whole(partial(self.sink.take, batch))
@@ -167,12 +169,15 @@ class _Reading:
                 return
 
     def look_again(self) -> None:
-        """Count pages as not fitting that a full, running store dropped again in favour of later ones."""
+        """Move pages that the store no longer has from ``taken`` to ``no_room``.
+
+        A running store that is full may drop imported pages to make space for later ones.
+        """
         self.no_room += [key for key in self.taken if not self.sink.has(key)]
         self.taken = [key for key in self.taken if self.sink.has(key)]
 
     async def _take(self, item: file_format.Item, found: Record | str | None) -> None:
-        if found is None:  # it was in the store earlier and has been dropped since
+        if found is None:  # _look found the page in the store, but the store has dropped it since
             found = await whole(partial(self._read, item))
         if isinstance(found, str):
             self.damaged.append((item.key, found))
@@ -184,19 +189,26 @@ class _Reading:
             await self.flush()
 
     def _look(self, item: file_format.Item) -> Record | str | None:
-        """Return the record of an item, the reason why it is damaged, or None if it is not needed now. Thread-safe."""
+        """Read the record of an item and verify it. Thread-safe.
+
+        If the record is damaged, return a description of the fault. If the store has the page or is full, return
+        None without reading the record.
+        """
         return None if self.no_room or self.sink.has(item.key) else self._read(item)
 
     def _read(self, item: file_format.Item) -> Record | str:
         try:
-            raw = _read_at(self.fd, item.offset, item.end - item.offset)
+            raw = _read_at(self.file, item.offset, item.end - item.offset)
             head, payload = raw[: record_format.HEAD_NBYTES].tobytes(), raw[record_format.HEAD_NBYTES :]
             return checked(item, head, payload, self.contents.description)
         except (IntegrityError, OSError) as error:
             return str(error)
 
     def _without_first(self, batch: list[Record], reason: str) -> list[Record]:
-        """Drop the damaged first page of a batch and the pages that depend on it; return the rest."""
+        """Remove the damaged first page of a batch, and the pages of the batch that follow it in a sequence.
+
+        Return the rest of the batch.
+        """
         lost = {batch[0].head.key}
         self.damaged.append((batch[0].head.key, reason))
         left = []
@@ -221,13 +233,13 @@ async def _contents(file: AsyncBufferedReader, nbytes: int) -> Contents:
     return Contents(description, items)
 
 
-def _read_at(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+def _read_at(file: SharedFile, offset: int, nbytes: int) -> NDArray[np.uint8]:
     raw = np.empty(nbytes, dtype=np.uint8)
     done = 0
     while done < nbytes:
-        got = os.preadv(fd, [raw[done:].data], offset + done)
+        got = os.preadv(file.fd, [raw[done:].data], offset + done)
         if not got:
-            raise IntegrityError("the file is cut short under its reader")
+            raise IntegrityError("the file was truncated while it was being read")
         done += got
     return raw
 
@@ -239,7 +251,7 @@ async def _read(file: AsyncBufferedReader, offset: int, nbytes: int) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
-    """Open the file without an await, so that a cancellation leaves nothing open."""
+    """Open the file for the duration of a ``with`` block. Never awaits, so a cancellation cannot leave it open."""
     file = path.open("rb")
     with file:
         yield file

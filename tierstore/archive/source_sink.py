@@ -1,8 +1,8 @@
-"""The protocols of sources and sinks of an archive, and helpers that call them in threads.
+"""The protocols ``Source`` and ``Sink``, and helpers that call their methods in threads.
 
-A ``Source`` gives records and a ``Sink`` takes them, from a running or a closed store. Their methods block, so the
-event loop runs them in threads: ``ahead`` keeps several calls running, ``whole`` waits for a single one. A cancelled
-task waits until the calls that were started have ended.
+An export reads records from a ``Source``, and an import stores them in a ``Sink``. Each can be a running or a
+closed store. Their methods block, so a coroutine calls them in threads: ``ahead`` runs several calls at once, and
+``whole`` runs a single one. If the coroutine is cancelled, both wait until the calls that they started have ended.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tierstore.nvme.reader import Record
 from tierstore.types import PageKey
 
 Progress = Callable[[int, int], None]
-"""Called on the event loop's thread with the number of pages done and the total."""
+"""Callback ``progress(done, total)`` with numbers of pages. It is called in the event loop's thread."""
 
 
 class Taken(NamedTuple):
-    """Result of ``Sink.take``: how many records of the batch were kept, counted from the first.
+    """Result of ``Sink.take``.
 
-    ``fault`` says why the next record was refused; None means that the store is full.
+    The first ``kept`` records were kept. If not all were kept, ``fault`` is the reason why the next record is
+    invalid, or None if the store is full.
     """
 
     kept: int
@@ -37,55 +38,63 @@ class Taken(NamedTuple):
 
 
 class Source(Protocol):
-    """A store that pages are exported from."""
+    """A running or closed store from which pages are exported. ``description`` describes its pages."""
 
     description: Description
 
     def record(self, key: PageKey) -> Record | str:
-        """Return the record of a page with every byte checked, or the reason why it is unavailable.
+        """Read and verify the record of a page. Thread-safe; calls run in parallel.
 
-        Thread-safe, and several calls may run at once.
+        Return the reason instead if the page does not exist, is damaged or cannot be read.
 
         Raises:
-            TierStoreError: No page is available any more.
+            TierStoreError: The source is closed or has failed, so no page can be read.
         """
         ...
 
     def release(self, record: Record) -> None:
-        """Return a record's memory for reuse."""
+        """Allow the memory of a record to be reused. The caller must not use the record afterwards."""
         ...
 
 
 class Sink(Protocol):
-    """A store that pages are imported into."""
+    """A running or closed store into which pages are imported. ``description`` describes the pages it accepts."""
 
     description: Description
 
     def has(self, key: PageKey) -> bool:
-        """Return whether the page exists. Fast enough for the event loop's thread; thread-safe."""
+        """Return whether the store has the page. Thread-safe, and fast enough to call in the event loop's thread."""
         ...
 
     def reaches(self, key: PageKey) -> bool:
-        """Return whether the page and all pages before it exist. Like ``has``, fast and thread-safe."""
+        """Return whether the store has the page and all pages before it. Thread-safe and fast, like ``has``."""
         ...
 
     def take(self, records: Sequence[Record]) -> Taken:
-        """Store records up to the first that cannot be kept. Those kept are visible when this returns.
+        """Store records in order, up to the first that cannot be kept.
+
+        When the call returns, ``has`` returns True for the records that were kept.
 
         Args:
-            records: Parents come before their children.
+            records: The records to store, parents before their children.
 
         Raises:
-            TierStoreError: The store cannot take any page.
+            TierStoreError: The store is closed or has failed, so it cannot store any page.
         """
         ...
 
 
 def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Description) -> Record:
-    """Return the record of an item after comparing every byte of head and payload with the index.
+    """Verify the head and the payload of a record, compare them with the index, and return the record.
+
+    Args:
+        item: The item of the index.
+        raw: The bytes of the record's head.
+        payload: The record's payload.
+        description: The description of the archive's pages.
 
     Raises:
-        IntegrityError: The bytes are not those that the index describes.
+        IntegrityError: The record is damaged or does not match the index.
     """
     head = record_format.verify(
         raw,
@@ -95,9 +104,9 @@ def checked(item: Item, raw: bytes, payload: NDArray[np.uint8], description: Des
         generation=record_format.parse(raw).generation,
     )
     if (head.parent, head.codec, head.raw_nbytes) != (item.parent, item.codec, item.raw_nbytes):
-        raise IntegrityError("another record of this page")
+        raise IntegrityError("the record does not match the index")
     if raw[CHECKSUM] != item.checksum:
-        raise IntegrityError("another record of this page")
+        raise IntegrityError("the record does not match the index")
     return Record(head, raw, payload)
 
 
@@ -110,7 +119,7 @@ _T = TypeVar("_T")
 async def whole(call: Callable[[], _T]) -> _T:
     """Run ``call`` in a thread and return its result.
 
-    If the task is cancelled, it first waits until the call has ended.
+    If this coroutine is cancelled, it waits until the call has ended before it raises CancelledError.
     """
     running = asyncio.get_running_loop().run_in_executor(None, call)
     try:
@@ -120,10 +129,11 @@ async def whole(call: Callable[[], _T]) -> _T:
 
 
 async def ahead(calls: Iterable[Callable[[], _T]], most: int) -> AsyncGenerator[_T]:
-    """Run calls in threads and yield their results in order, with up to ``most`` of them started ahead.
+    """Run calls in threads, up to ``most`` at once, and yield their results in the order of ``calls``.
 
-    Close the generator (``contextlib.aclosing``). Leaving early, after an error or a cancellation, waits for all calls
-    that were started. A call is taken from ``calls`` only when it starts.
+    A call is taken from ``calls`` only when it starts. Close the generator, for example with
+    ``contextlib.aclosing``. Closing it early, such as after an error or a cancellation, waits for all calls that
+    have started.
     """
     begun: deque[asyncio.Future[_T]] = deque()
     try:
@@ -140,15 +150,15 @@ async def ahead(calls: Iterable[Callable[[], _T]], most: int) -> AsyncGenerator[
 
 
 def most_ahead(page_nbytes: int) -> int:
-    """Return how many pages of this size may be in flight: 32 MiB worth, at least 2, at most 64."""
+    """Return how many pages of this size to read at once: as many as fit into 32 MiB, but at least 2 and at most 64."""
     return max(2, min(_MOST_AHEAD, _AHEAD_NBYTES // page_nbytes))
 
 
 async def _ended(running: Collection[asyncio.Future[_T]]) -> None:
-    """Wait until all futures are done, even if this task is cancelled repeatedly."""
+    """Wait until all futures are done, even if the current task is cancelled meanwhile, and drop the exceptions."""
     while pending := [each for each in running if not each.done()]:
         with suppress(asyncio.CancelledError):
             await asyncio.wait(pending)
     for each in running:
         if not each.cancelled():
-            each.exception()  # retrieve it, or asyncio logs that the exception was never retrieved
+            each.exception()  # marks the exception as retrieved, so that asyncio does not log it

@@ -1,4 +1,4 @@
-"""The time until page-locked host memory can be used: the store's arena compared with torch."""
+"""Benchmark of the time until page-locked host memory can be used: the store's arena compared with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_NBYTES = 64 << 30
 
 
 class NoPinner:
-    """A pinner for machines without a GPU: memory is touched but not locked."""
+    """A pinner for machines without a GPU. It does not page-lock memory; the arena only touches it."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Do nothing."""
@@ -44,21 +44,32 @@ def _seconds_to_touch(layout: PageLayout, slots: int) -> float:
 
 
 def default_nbytes() -> int:
-    """Return 64 GiB, or half of the available memory if that is less."""
+    """Return the default size of the arena in bytes: 64 GiB, or half of the available memory if less."""
     available = available_nbytes()
     return MOST_NBYTES if available is None else min(MOST_NBYTES, available // 2)
 
 
 def arena_rows(device: str, nbytes: int) -> list[Row]:
-    """Measure the seconds until the first GiB and all of an arena can be used, and those that torch takes.
+    """Measure how long it takes until the first GiB and until all of an arena can be used.
 
-    A virtual machine may get its memory only when the memory is first touched. This is done once before and
-    reported separately. On the CPU, memory is only touched and torch is not measured.
+    On a GPU, also measure how long torch takes to allocate as much page-locked memory. On the CPU, memory is
+    touched but not page-locked, and torch is not measured.
+
+    A virtual machine may get its memory from the host only when it first touches it. The same amount of memory
+    is therefore touched once before the measurement; a separate row reports how long that takes.
+
+    Args:
+        device: The device for which memory is page-locked, such as ``cuda:0``, or ``cpu``.
+        nbytes: Size of the arena in bytes, rounded down to whole pages.
+
+    Raises:
+        ConfigError: The device does not exist.
+        OSError: The memory cannot be page-locked.
     """
     require_device(device)
     locks: Pinner = NoPinner() if device == "cpu" else pinner(device)
     if device != "cpu":
-        torch.zeros(1, device=device)  # creates the context before the clock starts
+        torch.zeros(1, device=device)  # creates the CUDA context before the clock starts
     layout = PageLayout.of(_PAGE)
     slots = max(1, nbytes // layout.slot_nbytes)
     before = _seconds_to_touch(layout, slots)
@@ -69,7 +80,7 @@ def arena_rows(device: str, nbytes: int) -> list[Row]:
     ready = ready and arena.wait_pinned(slots, _PATIENCE_S)
     whole = perf_counter() - start
     if not ready:
-        raise OSError(f"the arena could not be locked: {arena.refused}")
+        raise OSError(f"could not page-lock the arena's memory: {arena.refused}")
     size = slots * layout.slot_nbytes
     arena.close()
     del arena

@@ -1,8 +1,9 @@
-"""Attention over scattered pages compared with torch's own over contiguous K and V, on the same device.
+"""Attention over scattered pages, compared with torch's attention over contiguous K and V on the same device.
 
-Decoding is one CUDA graph over all layers, each with pages and tensors of its own; the figure is bandwidth.
-New tokens over a long prefix run layer by layer. The ceiling is the fastest of torch's kernels, which is
-named. Its time does not include gathering the pages; ours includes everything.
+There are two benchmarks. Decoding computes one token per sequence, with all layers recorded as one CUDA graph.
+Prefill computes new tokens after a long prefix, layer by layer. The ceiling is the fastest torch kernel that
+supports the shape; each row names it. The ceiling's time does not include gathering the pages into contiguous
+tensors, whereas the store's time includes all its work.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tierstore.bench.link import device_of, settle
-from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.gathered import sdpa
 from tierstore.gpu.attention.page_table import Paging
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 from tierstore.host.free_memory import available_nbytes
+from tierstore.types import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +37,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Act = Callable[[torch.Tensor, torch.Tensor], object]
-    """Called with queries ``[queries, heads, dim]`` and planes ``[2, batch, heads, tokens, dim]``."""
+    """Attention function. Takes queries ``[queries, heads, dim]`` and K and V ``[2, batch, heads, tokens, dim]``."""
 
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Without the memory-efficient kernel, which does not support heads that share K and V."""
+"""The torch kernels that are measured. The memory-efficient one cannot share K and V heads between query heads."""
 
 
 def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
-    """Return the kernels that support one query per sequence of this shape; on the CPU, torch's own choice."""
+    """Return torch's attention functions for decoding (one query per sequence), by kernel name.
+
+    Kernels that do not support the shapes of ``q`` and ``planes`` are left out. On the CPU, there is a single
+    function, with which torch chooses the kernel.
+    """
 
     def plain(q: torch.Tensor, planes: torch.Tensor) -> object:
         return scaled_dot_product_attention(q[:, :, None], planes[0], planes[1], enable_gqa=True)
@@ -61,10 +66,11 @@ def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dic
 
 
 def fillers(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
-    """Return the kernels that support the last tokens' queries of one sequence, causally.
+    """Return torch's attention functions for prefill, by kernel name: causal attention of a sequence's last tokens.
 
-    cuDNN has no such mask: it gets the earlier and the new tokens separately, and its two results are not
-    merged.
+    Kernels that do not support the shapes of ``q`` and ``planes`` are left out. cuDNN does not support the mask
+    that causal attention of the last tokens needs. Its function therefore calls cuDNN twice, once for the earlier
+    and once for the new tokens, and does not merge the results.
     """
     scale = float(q.shape[2]) ** -0.5
 
@@ -95,26 +101,27 @@ def _willing(acts: dict[str, Act], q: torch.Tensor, planes: torch.Tensor) -> dic
     for name, act in acts.items():
         try:
             act(q, planes)
-        except RuntimeError:  # "No available kernel"
+        except RuntimeError:  # torch: "No available kernel"
             continue
         found[name] = act
     return found
 
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""Heads of an 8B model."""
+"""Number of query heads, number of KV heads and head size of an 8B model."""
 _CHECKED = 16
-"""If there are many queries, this many at each end are compared with float64."""
+"""How many of the first queries, and of the last ones, are compared with a float64 result in prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Medians of the pairs.
+    """One row of the attention benchmark. Times are medians over the pairs of runs.
 
-    ``ratio`` is the ceiling's time divided by ours, ``rel_error`` is against float64 (Frobenius).
-
-    ``memory_layers`` is the peak of device memory besides the pages, as a share of one layer of all pages; -1 on
-    the CPU, where it is not measured.
+    ``context`` is the number of tokens per sequence before the new ones, and ``queries`` the number of new
+    tokens. ``ratio`` is the median of the pairwise ratios of the ceiling's time to the store's.
+    ``rel_error`` is the relative error of the store's result, compared with float64 in the Frobenius norm.
+    ``memory_layers`` is the peak of device memory beyond the pages, divided by the size of one layer of all
+    pages. It is -1 on the CPU, where it is not measured.
     """
 
     what: Literal["decode", "prefill"]
@@ -123,29 +130,33 @@ class AttentionRow:
     queries: int
     layers: int
     ms: float
-    """Time per layer."""
+    """The store's time per layer in milliseconds."""
     ceiling_ms: float
     ratio: float
     tbps: float
-    """Bandwidth, with K and V counted once."""
+    """The store's rate in TB/s (10^12 bytes/s), if each byte of K and V is counted once."""
     tflops: float
     rel_error: float
     backend: str
     ceiling: str
     ceilings_ms: Mapping[str, float]
-    """Time per layer of each of torch's kernels that supports the shape."""
+    """Time per layer in milliseconds, by name of the torch kernel, for all kernels that support the shape."""
     memory_layers: float
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
 class Pool:
-    """Random pages of an 8B model as the store holds them: ``[pages, layers, 2, page_size, 8, 128]`` bfloat16."""
+    """Random pages of an 8B model, laid out as in the store: bfloat16 ``[pages, layers, 2, page_size, 8, 128]``."""
 
     def __init__(self, device: str, tokens: int, layers: int, page_size: int) -> None:
-        """Allocate pages for ``tokens`` tokens. ConfigError unless they fit twice (scattered, contiguous)."""
+        """Allocate pages for ``tokens`` tokens.
+
+        Raises:
+            ConfigError: The device's memory cannot hold K and V twice, once in pages and once contiguous.
+        """
         self.device = device_of(device)
         self.page_size, self.layers = page_size, layers
         shape = (-(-tokens // page_size), layers, 2, page_size, KV_HEADS, HEAD_DIM)
@@ -154,32 +165,32 @@ class Pool:
         free = torch.cuda.mem_get_info(self.device)[0] if on_card else available_nbytes()
         if free is not None and wanted > free:
             raise ConfigError(
-                f"{tokens} tokens of {layers} layers take {format_size(wanted)}, as pages and in one piece, "
-                f"but only {format_size(free)} are free"
+                f"K and V of {tokens} tokens in {layers} layers take {format_size(wanted)}, once in pages and "
+                f"once contiguous, but only {format_size(free)} are free; use fewer tokens or layers"
             )
         self.pages = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         for first in range(0, len(self.pages), 64):
             self.pages[first : first + 64].normal_()
 
     def scattered(self, batch: int, tokens: int) -> NDArray[np.int64]:
-        """Return the pages of ``batch`` sequences of ``tokens`` tokens each, one sequence after another."""
+        """Choose random pages for ``batch`` sequences of ``tokens`` tokens. Return their numbers in sequence order."""
         number = batch * -(-tokens // self.page_size)
         return np.random.default_rng(number).permutation(len(self.pages))[:number]
 
     def whole(self, slots: NDArray[np.int64], batch: int, tokens: int, layer: int) -> torch.Tensor:
-        """Return the K and V of these pages contiguously, ``[2, batch, heads, tokens, dim]``."""
+        """Copy one layer of these pages to a contiguous tensor ``[2, batch, heads, tokens, dim]``."""
         found = self.pages[torch.from_numpy(slots).to(self.device), layer]
         _, planes, size, heads, dim = found.shape
         found = found.view(batch, -1, planes, size, heads, dim).permute(2, 0, 4, 1, 3, 5)
         return found.reshape(planes, batch, heads, -1, dim)[:, :, :, :tokens].contiguous()
 
     def layer_nbytes(self, tokens: int) -> int:
-        """Return the bytes of one layer of ``tokens`` tokens."""
+        """Return the size of K and V of ``tokens`` tokens in one layer, in bytes."""
         return 2 * tokens * KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
 
 
 def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
-    """Measure one token of each of ``batch`` sequences of ``tokens`` tokens."""
+    """Measure decoding: attention of one query per sequence, for ``batch`` sequences of ``tokens`` tokens."""
     slots = pool.scattered(batch, tokens)
     indptr, last = _indptr(slots, batch), [(tokens - 1) % pool.page_size + 1] * batch
     way = PagedDecode(pool.device, max_pages=len(slots))
@@ -208,7 +219,10 @@ def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
 
 
 def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) -> AttentionRow:
-    """Measure ``queries`` new tokens over ``tokens`` earlier ones, all in pages, through ``layers`` layers."""
+    """Measure prefill: attention of ``queries`` new tokens after ``tokens`` earlier ones, in ``layers`` layers.
+
+    K and V of the new tokens are already in pages.
+    """
     length = tokens + queries
     slots = pool.scattered(1, length)
     way = PagedPrefill(pool.device)
@@ -237,7 +251,7 @@ def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) 
 
 
 def _plan(way: PagedPrefill, pool: Pool, slots: NDArray[np.int64], queries: int, length: int) -> None:
-    """Plan one sequence of ``length`` tokens, the last of which are new."""
+    """Plan attention for one sequence of ``length`` tokens, of which the last ``queries`` are new."""
     last = [(length - 1) % pool.page_size + 1]
     heads = (QUERY_HEADS, KV_HEADS, HEAD_DIM, pool.page_size)
     way.plan([0, queries], [0, len(slots)], slots, last, *heads, causal=True)
@@ -281,7 +295,10 @@ def _indptr(slots: NDArray[np.int64], batch: int) -> list[int]:
 
 
 def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Paging, first: int) -> float:
-    """Return the error of some queries from ``first`` on; with one per sequence, of all."""
+    """Return the relative error of ``out``, compared with float64.
+
+    In decoding, all queries are compared. In prefill, only ``_CHECKED`` queries are compared, from ``first`` on.
+    """
     if table.num_queries == table.batch:
         want, _ = attend(q, pages, table, torch.float64)
         return float((out.double() - want).norm() / want.norm())
@@ -295,7 +312,7 @@ def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Pagin
 
 
 def _peak(pool: Pool, act: Callable[[], None]) -> int:
-    """Return the peak of device memory that a call needs or keeps."""
+    """Call ``act`` and return by how many bytes device memory grew at its peak. Return 0 on the CPU."""
     if pool.device.type != "cuda":
         act()
         return 0
@@ -319,12 +336,15 @@ def _each(layers: int, act: Callable[[int], None]) -> Callable[[], None]:
         for layer in range(layers):
             act(layer)
 
-    run()  # allocations of the first call are not measured
+    run()  # the first call allocates memory, which is not to be measured
     return run
 
 
 def _recorded(pool: Pool, act: Callable[[int], None]) -> Callable[[], None]:
-    """Record all layers as one CUDA graph."""
+    """Record calls for all layers as one CUDA graph, and return a function that replays it.
+
+    On the CPU, return a function that makes the calls.
+    """
     run = _each(pool.layers, act)
     if pool.device.type != "cuda":
         return run

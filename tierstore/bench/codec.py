@@ -1,6 +1,7 @@
-"""Codecs over KV pages: two threads compared with one, and the ratio of ``exp`` compared with its entropy limit.
+"""Benchmarks of codecs on KV pages: rates and compression ratio of ``exp``, and the speedup from a second thread.
 
-The pages are a real model's if one is prepared, else synthetic; a sample names its source.
+The compression ratio is compared with its entropy limit. The pages come from a real model if its files are
+available, and are synthetic otherwise. Each sample names its source.
 """
 
 from __future__ import annotations
@@ -34,19 +35,27 @@ _ROUNDS = 7
 
 
 class Rate(NamedTuple):
-    """MB/s of page bytes: of all threads by elapsed time, and of a thread by its own CPU time."""
+    """Rates of a codec in MB/s (10^6 bytes of uncompressed pages per second).
+
+    ``elapsed`` is the rate of all threads together, by wall time. ``core`` is the rate of the slowest thread, by
+    its CPU time.
+    """
 
     elapsed: float
     core: float
 
 
 def codec_rows(sample: Sample, seconds: float) -> list[Row]:
-    """Measure every figure of ``sample``. Each rate is the best of 7 short runs, with one thread and two in turn.
+    """Measure the codec ``exp`` on a sample: entropy limits, compression ratio and rates.
+
+    Each rate is the best of 7 runs. Runs with one thread and runs with two alternate.
 
     Args:
-        seconds: Length of one run.
+        sample: The pages.
+        seconds: Length of one run in seconds.
 
-    RuntimeError if a page changes in the round trip.
+    Raises:
+        RuntimeError: A page differs after encoding and decoding.
     """
     layout = PageLayout.of(sample.spec)
     geometry = Geometry.of(layout)
@@ -61,7 +70,10 @@ def codec_rows(sample: Sample, seconds: float) -> list[Row]:
 
 
 def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
-    """Measure how much faster two threads are than one for each lossy codec, the best of 7 runs of ``seconds`` each."""
+    """Measure how much faster two threads are than one, for each lossy codec.
+
+    Each rate is the best of 7 runs that take ``seconds`` seconds each.
+    """
     layout = PageLayout.of(sample.spec)
     rows = []
     for name in codecs.LOSSY:
@@ -73,7 +85,11 @@ def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
 
 
 def _payloads(geometry: Geometry, pages: list[Bytes]) -> list[Bytes]:
-    """Return the payload of each page that has one. Each is decoded and compared."""
+    """Encode all pages with ``exp`` and return the payloads. Pages that ``exp`` cannot shorten are left out.
+
+    Raises:
+        RuntimeError: A payload does not decode to its page.
+    """
     encoder, decoder = Encoder(geometry), Decoder(geometry)
     out, back = (np.empty(geometry.page_nbytes, dtype=np.uint8) for _ in range(2))
     payloads = []
@@ -83,7 +99,7 @@ def _payloads(geometry: Geometry, pages: list[Bytes]) -> list[Bytes]:
             continue
         decoder.decode(out[:length], back)
         if not np.array_equal(back, page):
-            raise RuntimeError(f"page {number} did not come back as it was")
+            raise RuntimeError(f"page {number} differs after encoding and decoding with exp")
         payloads.append(out[:length].copy())
     return payloads
 
@@ -102,8 +118,10 @@ def _zstd_alone(pages: list[Bytes]) -> Row:
 
 
 def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
-    """Return the order-0 entropy of both halves of a number, a mean over layers and planes, and the limit that
-    follows.
+    """Return rows with the entropy limits of the compression ratio, and the order-0 entropies behind them.
+
+    One entropy is that of the exponents, the other that of signs and mantissas. Both are averages over layers
+    and over K and V, in bits per value.
     """
     group = geometry.groups[0]
     words = np.stack([page[group.offset : group.end].view("<u2") for page in pages])
@@ -125,7 +143,7 @@ def _entropy(values: NDArray[np.integer[Any]]) -> float:
 
 
 def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
-    """Return the payload of each page that is encoded."""
+    """Encode all pages and return the payloads. Pages that the codec cannot encode are left out."""
     encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
     assert encoder is not None
     lengths = ((page, encoder.encode(page, out)) for page in pages)
@@ -133,7 +151,10 @@ def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
 
 
 def _encoding(name: str, layout: PageLayout, pages: list[Bytes]) -> Make:
-    """Return a function that makes a thread's work: all pages once, and their bytes."""
+    """Return a function that creates one thread's work function, with an encoder of its own.
+
+    The work function encodes all pages once and returns their size in bytes.
+    """
 
     def make() -> Callable[[], int]:
         encoder, out = codecs.encoder(name, layout), np.empty(layout.blob_nbytes, dtype=np.uint8)
@@ -179,7 +200,7 @@ def _rates(what: str, goal: float, seconds: float, make: Make) -> list[Row]:
 
 
 def _run(threads: int, seconds: float, make: Make) -> Rate:
-    """Have every thread repeat its work until ``seconds`` are over."""
+    """Let ``threads`` threads repeat their work for ``seconds`` seconds at the same time, and return the rates."""
     begin_together = Barrier(threads)
 
     def work(_: int) -> Rate:
@@ -199,7 +220,7 @@ def _run(threads: int, seconds: float, make: Make) -> Rate:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Pages of one spec, flat uint8 each. ``source`` says what they are."""
+    """Pages as flat uint8 arrays, all with the same specification. ``source`` describes where they come from."""
 
     spec: PageSpec
     pages: list[NDArray[np.uint8]]
@@ -207,7 +228,10 @@ class Sample:
 
 
 def synthetic(tokens: int, page_size: int) -> Sample:
-    """Return bfloat16 pages of SmolLM2-135M's shape: normal numbers, a scale per channel, always the same."""
+    """Return random bfloat16 pages in the shape of SmolLM2-135M's, the same ones on every call.
+
+    The numbers are normally distributed, with a different scale in each channel.
+    """
     spec = PageSpec(
         num_layers=30, page_size=page_size, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="synthetic"
     )
@@ -221,16 +245,32 @@ def synthetic(tokens: int, page_size: int) -> Sample:
 
 
 def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) -> Sample:
-    """Return the full pages of the first ``tokens`` tokens of ``text``. OSError if there are none."""
+    """Let a model read the first ``tokens`` tokens of ``text``, and return the full pages of their K and V.
+
+    Args:
+        reader: The model.
+        name: The name of the text, for the sample's ``source``.
+        text: The text.
+        tokens: Maximum number of tokens to read.
+        page_size: Number of tokens per page.
+
+    Raises:
+        OSError: The text has fewer tokens than one page.
+    """
     ids = reader.tokens(text, tokens)
     spec, pages = paged(reader.read(ids), page_size, reader.name)
     if not pages:
-        raise OSError(f"{name} has {ids.shape[1]} tokens, less than a page of {page_size}")
+        raise OSError(
+            f"{name} has only {ids.shape[1]} tokens, but a page needs {page_size}; use a longer text"
+        )
     return Sample(spec, pages, f"{reader.name}, {name}, {len(pages) * page_size} tokens")
 
 
 def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[NDArray[np.uint8]]]:
-    """Return the full pages of ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``."""
+    """Divide ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``, into full pages.
+
+    Tokens after the last full page are left out. Return the pages' specification and the pages.
+    """
     import torch
 
     numbers = (
@@ -252,7 +292,7 @@ def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[
 
 
 def unpaged(spec: PageSpec, pages: list[NDArray[np.uint8]]) -> torch.Tensor:
-    """Return the tensor that ``paged`` was given, up to its last full page."""
+    """Return the tensor ``kv`` from which ``paged`` created these pages, without the tokens that ``paged`` left out."""
     import torch
 
     numbers = np.concatenate([page.view(np.int16).reshape(spec.shape) for page in pages], axis=2)

@@ -1,8 +1,9 @@
-"""Throughput of page copies between HBM and page-locked host memory, plain and encoded.
+"""Throughput of page copies between HBM and page-locked host memory, with and without a codec.
 
-Pages lie at random places on both sides. Every figure is the median of pairs of one contiguous and one scattered
-copy, so that the ceiling is measured at the same time. Encoded pages have the shape of an 8B model, are copied as
-by a store, and are compared with plain pages.
+The pages are at random places in both memories. Each copy of pages is paired with one contiguous copy, the
+ceiling, so that both are measured under the same conditions. Results are medians over the pairs. With a codec,
+pages have the shape of an 8B model's and are encoded and decoded as in a store. They are compared with the
+same copies without a codec.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.device import Between, open_device
 from tierstore.gpu.pool import GroupedPages
 from tierstore.page import PageLayout, PageSpec
-from tierstore.types import Tier
+from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -34,12 +35,16 @@ if TYPE_CHECKING:
 
 _DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h", "both")
 _COMPARED_NBYTES = 256 << 20
-"""Bytes that are compared at a time."""
+"""Maximum number of bytes that the check of the copied pages compares at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One figure. Rates are in 10^9 bytes/s; ``ratio`` is the median of ratios, not the ratio of medians."""
+    """One row of the copy benchmark. Rates are in GB/s (10^9 bytes/s).
+
+    ``ratio`` is the median of the pairwise ratios of ``gbps`` to ``ceiling_gbps``, not the ratio of the
+    medians.
+    """
 
     direction: Direction
     piece_bytes: int
@@ -49,16 +54,19 @@ class CopyRow:
     ratio: float
     path: str
     submit_ms: float
-    """Time until the last call returned, while copies are still in flight."""
+    """Time in milliseconds until all transfers have been submitted. Copies may still be in flight."""
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Page i of ``host`` and of ``there`` belong together; the first ``split`` go up, the others down."""
+    """Pairs of slots to copy between: ``host[i]`` in host memory and ``there[i]`` on the device.
+
+    The first ``split`` pairs are copied to the device, and the others to the host.
+    """
 
     host: NDArray[np.int64]
     there: NDArray[np.int64]
@@ -77,7 +85,7 @@ class _Plan:
 
 
 def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Return the bytes that ``copy_rows`` and its ceiling need if the device is the CPU, with checks."""
+    """Return how much host memory ``copy_rows`` needs in bytes, including the memory for the ceiling and the checks."""
     if device != "cpu":
         return batch_nbytes + 2 * contiguous_nbytes
     return 4 * (batch_nbytes + contiguous_nbytes) + 3 * min(batch_nbytes, _COMPARED_NBYTES)
@@ -86,7 +94,20 @@ def host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
 def copy_rows(
     device: str, piece_nbytes: int, batch_nbytes: int, pairs: int, path: Path, ceiling: Ceiling
 ) -> list[CopyRow]:
-    """Measure H2D, D2H and both at once at random places. ConfigError as from ``Rig``, RuntimeError if bytes differ."""
+    """Measure copies of scattered pages: to the device, from the device, and in both directions at once.
+
+    Args:
+        device: The device, such as ``cuda:0``.
+        piece_nbytes: Size of a contiguous piece of a page in device memory, in bytes.
+        batch_nbytes: Total size of the pages in bytes.
+        pairs: Number of measurements per direction, each paired with a run of the ceiling.
+        path: How the pages are copied.
+        ceiling: The contiguous copies to compare with.
+
+    Raises:
+        ConfigError: See ``Rig``.
+        RuntimeError: A page has wrong bytes after the copies.
+    """
     rig = Rig(device, piece_nbytes, batch_nbytes, path)
     try:
         return [_measured(rig, direction, pairs, ceiling) for direction in _DIRECTIONS]
@@ -121,7 +142,7 @@ def _measured(rig: Rig, direction: Direction, pairs: int, ceiling: Ceiling) -> C
 
 
 def _fill(rig: Rig) -> None:
-    """Fill both sides with different random bytes."""
+    """Fill the pages in host memory and those on the device with different random bytes."""
     rig.storage.view(torch.int64).random_()
     for part in rig.parts():
         rig.host_rows[part].copy_(rig.pages[part].flatten(1))
@@ -129,7 +150,10 @@ def _fill(rig: Rig) -> None:
 
 
 def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
-    """Raise RuntimeError unless both sides are equal and pages copied down equal those the device had."""
+    """Raise RuntimeError unless the two pages of each pair have the same, correct bytes.
+
+    ``before`` contains the device's pages before the copies. Pages copied to the host must have these contents.
+    """
     here = torch.cat([rig.host_rows[part].to(rig.device) for part in rig.parts()])
     there, host = (torch.from_numpy(side).to(rig.device) for side in (plan.there, plan.host))
     step = max(1, _COMPARED_NBYTES // rig.page_nbytes)
@@ -140,23 +164,25 @@ def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
         if start >= plan.split:
             right = right and torch.equal(before[there[part]].flatten(1), expected)
         if not right:
-            raise RuntimeError(f"bytes differ after copies of {rig.page_nbytes} bytes")
+            raise RuntimeError(f"pages of {exact_size(rig.page_nbytes)} have wrong bytes after the copies")
 
 
 TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
-"""Bytes of K and V per token of an 8B model."""
+"""Size of K and V of one token in an 8B model, in bytes: 32 layers, and 8 KV heads of 128 16-bit numbers."""
 
 _COMPARED = 4
-"""Number of pages that the CPU encodes for comparison."""
+"""Approximate number of pages that are also encoded and decoded on the CPU, to check the device's results."""
 
 _CODED_DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRow:
-    """Copies with a codec compared with copies without it, for one codec, direction and page size.
+    """One row of the codec copy benchmark: copies with a codec, compared with copies without it.
 
-    Rates are in 10^9 bytes of pages per second; ``ratio`` is the median of ratios, not the ratio of medians.
+    Rates are in GB/s (10^9 bytes of uncompressed pages per second). ``gbps`` is the rate with the codec, and
+    ``plain_gbps`` the rate without it. ``ratio`` is the median of their pairwise ratios, not the ratio of the
+    medians. ``rel_error`` is the error of the decoded pages relative to their norm.
     """
 
     direction: str
@@ -167,19 +193,19 @@ class CodedRow:
     plain_gbps: float
     ratio: float
     ceiling_gbps: float
-    """Rate of one contiguous copy."""
+    """Rate of one contiguous copy without a codec, in GB/s."""
     payload_bytes: int
     rel_error: float
     path: str
     submit_ms: float
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
 class _Side(Ends):
-    """Pages in slots of a device, and host memory that holds them in one form. Page i of each belong together."""
+    """Slots on a device and in host memory, with copies between them. In host memory, pages may be encoded."""
 
     def __init__(self, name: str, layout: PageLayout, num_pages: int, codec: str) -> None:
         device = open_device(name)
@@ -196,28 +222,42 @@ class _Side(Ends):
         self.up = self.transfers(Tier.HBM, self.host, self.there)
 
     def moves(self, direction: str) -> list[Transfer]:
-        """Return the transfers of all pages in one direction."""
+        """Return the transfers that copy all pages in the given direction, "h2d" or "d2h"."""
         return self.up if direction == "h2d" else self.down
 
 
 def coded_host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Return the most memory that ``coded_rows`` and its ceiling take if the device is the CPU."""
+    """Return the maximum amount of host memory that ``coded_rows`` and its ceiling take, in bytes."""
     if device != "cpu":
         return 2 * (batch_nbytes + contiguous_nbytes)
     return 5 * batch_nbytes + 4 * contiguous_nbytes
 
 
 def require_codec(codec: str) -> None:
-    """Raise ConfigError unless host memory supports the codec."""
+    """Raise ConfigError unless the codec is a lossy codec that the HOST tier supports."""
     if codec not in LOSSY or LOSSY[codec].zstd:
         allowed = ", ".join(name for name, each in LOSSY.items() if not each.zstd)
-        raise ConfigError(f"--codec must be a codec of host memory, {allowed}, got {codec!r}")
+        raise ConfigError(f"--codec must be a codec of host memory ({allowed}), got {codec!r}")
 
 
 def coded_rows(
     device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int, ceiling: Ceiling
 ) -> list[CodedRow]:
-    """Measure H2D and D2H. ConfigError for what cannot be measured, RuntimeError if bytes or errors are wrong."""
+    """Measure copies with a codec, and the same copies without it, to the device and from the device.
+
+    Args:
+        device: The device, such as ``cuda:0``.
+        codec: Name of a lossy codec that the HOST tier supports.
+        page_nbytes: Size of a page in bytes, a multiple of ``TOKEN_NBYTES``.
+        batch_nbytes: Total size of the pages in bytes.
+        pairs: Number of measurements per direction.
+        ceiling: The contiguous copies to compare with.
+
+    Raises:
+        ConfigError: The page size, the codec or the device is not supported.
+        RuntimeError: The device encodes or decodes differently from the CPU, or errors exceed the codec's
+            bound.
+    """
     layout = PageLayout.of(_spec(page_nbytes))
     require_codec(codec)
     number = max(2, batch_nbytes // page_nbytes)
@@ -271,7 +311,7 @@ def _coded_row(
 
 
 def _fill_side(side: _Side) -> None:
-    """Fill with normal numbers that have a scale per channel, different in each page."""
+    """Fill the device's pages with normally distributed numbers. Each channel has its own scale."""
     chance = torch.Generator(device=side.device).manual_seed(0)
     channels = torch.randn(
         (*side.pages.shape[1:3], 1, *side.pages.shape[4:]), device=side.device, generator=chance
@@ -283,7 +323,14 @@ def _fill_side(side: _Side) -> None:
 
 
 def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
-    """Move pages down and up again. Returns the norm of all errors divided by the norm of all numbers."""
+    """Copy the pages to the host and back, and compare some of them with the CPU's results.
+
+    Return the relative error of all pages. See ``_error``.
+
+    Raises:
+        RuntimeError: The device encodes or decodes differently from the CPU, or errors exceed the codec's
+            bound.
+    """
     _fill_side(side)
     before = side.pages.clone()
     some = [int(slot) for slot in side.there[:: max(1, len(side.there) // _COMPARED)]]
@@ -292,7 +339,7 @@ def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
     places = dict(zip(side.there.tolist(), side.host.tolist(), strict=True))
     for slot, (payload, _) in zip(some, wanted, strict=True):
         if not np.array_equal(side.arena.view(places[slot])[: len(payload)], payload):
-            raise RuntimeError(f"a payload of {codec} differs from the CPU's")
+            raise RuntimeError(f"a payload of {codec} differs from the one that the CPU encodes")
     side.pages.zero_()
     settle(side.device)
     side.run(side.up)
@@ -303,7 +350,11 @@ def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
 
 
 def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLayout) -> float:
-    """Return the error. RuntimeError unless each plane of a layer of a page is within the codec's bound."""
+    """Return the norm of the errors of all pages, divided by the norm of their numbers.
+
+    Raises:
+        RuntimeError: In some page, the error of K or V in one layer exceeds the codec's bound.
+    """
     whole = moved = 0.0
     planes = PayloadLayout.of(layout, LOSSY[codec]).planes
     for now, then in zip(after, before, strict=True):
@@ -312,7 +363,7 @@ def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLa
         for plane in planes:
             allowed = plane.scheme.bound.frobenius(plane.scheme.members(plane.shape), plane.dtype)
             if bool((errors[:, plane.index] > allowed * norms[:, plane.index]).any()):
-                raise RuntimeError(f"errors of {codec} exceed its bound")
+                raise RuntimeError(f"errors of codec {codec} exceed its bound")
         whole += float(norms.square().sum())
         moved += float(errors.square().sum())
     return float((moved / whole) ** 0.5)
@@ -321,7 +372,7 @@ def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLa
 def _by_cpu(
     codec: str, layout: PageLayout, page: torch.Tensor
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the payload that the CPU encodes, and the page that it decodes."""
+    """Encode a page on the CPU. Return the payload, and the page that the CPU decodes from it, both as uint8."""
     encoder, decoder = codecs.encoder(codec, layout), codecs.decoder(codec, layout)
     assert encoder is not None
     assert decoder is not None
@@ -338,11 +389,16 @@ def _bytes_of(page: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _spec(page_nbytes: int) -> PageSpec:
-    """Return the pages of an 8B model: 32 layers, 8 KV heads of 128 numbers."""
+    """Return the specification of an 8B model's pages of ``page_nbytes`` bytes.
+
+    Raises:
+        ConfigError: ``page_nbytes`` is not a multiple of ``TOKEN_NBYTES``.
+    """
     token = TOKEN_NBYTES
     if page_nbytes % token:
         raise ConfigError(
-            f"with a codec, pages must be multiples of {token} bytes, one token, got {page_nbytes}"
+            f"with a codec, the page size must be a multiple of {exact_size(token)} (one token), got "
+            f"{exact_size(page_nbytes)}"
         )
     return PageSpec(
         num_layers=32,

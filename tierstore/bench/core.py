@@ -1,11 +1,12 @@
-"""Cost of the metadata core: its tables, calls of an open store, opening a catalogue, vLLM's scheduler.
+"""Benchmarks of the store's metadata, without the cost of copying page bytes.
 
-Tables: time of a reserve and commit, memory of a resident page; without bytes and threads. Calls: match, acquire
-and release, and the longest hold of the lock. Catalogue: how long a store takes to open over a full one; its
-records are synthetic entries without pages. Scheduler: the time per block of the connector's half in vLLM's
-scheduler; without worker and tensors, and with simulated acks. If the engine holds the blocks, all of it comes
-before a request's first token; in a restore, only the part up to the first order does, and the rest overlaps with
-the link.
+- Tables: the time of a reserve and commit, and the Python memory per page, without page bytes or threads.
+- Calls of an open store: match, acquire and release, and the longest time that a call holds the store's lock.
+- Catalogue: the time to open a store on a full catalogue. Its records are synthetic and have no page bytes.
+- vLLM's scheduler: the time per block of the part of the connector that runs in vLLM's scheduler. There is no
+  worker and no tensor; acks are simulated. If the blocks are in the engine's own cache, all this time is spent
+  before the first token of a request. In a restore, only the time until the scheduler sends the first orders
+  to copy blocks delays the first token; the rest overlaps with the copies.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ _TABLE_RUNS = 3
 
 
 def synthetic_key(number: int) -> PageKey:
-    """Return a key that is distributed like a digest, equal for equal numbers."""
+    """Return a key whose bytes are distributed like those of a digest. Equal numbers give equal keys."""
     return PageKey((number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "big") * 4 + bytes(4))
 
 
 def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
-    """Yield keys with their parents in sequences of 128 pages. Every key is a new object."""
+    """Yield ``number`` keys, each with its parent or None, as sequences of 128 pages.
+
+    Every key is a new object, as in a real store, so that its memory is counted.
+    """
     parent: PageKey | None = None
     for i in range(number):
         key = synthetic_key(i)
@@ -62,7 +66,11 @@ def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
 
 
 def reserve_and_commit(pages: int) -> list[Row]:
-    """Measure copies from HBM to HOST, page by page: reserve with a pinned source, commit that unpins it."""
+    """Measure the bookkeeping of a copy from HBM to host memory, page by page, without copying bytes.
+
+    It consists of a reserve, which pins the page in HBM, and a commit, which unpins it. It is measured for
+    free slots in host memory, and for slots from which another page must be dropped first.
+    """
     keys = [key for key, _ in synthetic_pages(2 * pages)]
     old, new = keys[:pages], keys[pages:]
     free, dropping = [], []
@@ -81,7 +89,7 @@ def reserve_and_commit(pages: int) -> list[Row]:
 
 
 def memory(pages: int) -> list[Row]:
-    """Measure the bytes of Python objects per resident page, with its key."""
+    """Measure how many bytes of Python memory a page on NVMe and a page in host memory take, including the key."""
     return [
         Row("Python memory of a page on NVMe", _traced(pages, _load_nvme) / pages, "bytes a page", 400.0),
         Row("Python memory of a page in HOST", _traced(pages, _fill_host) / pages, "bytes a page", 400.0),
@@ -143,9 +151,17 @@ _OPENINGS = 2
 
 
 def reopen(records: int, directory: Path, payload: str = "lmdb") -> list[Row]:
-    """Measure ``TierStore.open`` over ``records`` records, with all checks. ``directory`` must be new.
+    """Measure how long ``TierStore.open`` takes if the directory contains ``records`` records.
 
-    ConfigError if the disk has no space for such a tier. Page bytes are not written, and extent files stay sparse.
+    The catalogue entries are written beforehand. Page bytes are not written, and extent files stay sparse.
+
+    Args:
+        records: Number of records.
+        directory: A directory that does not exist yet.
+        payload: The value of ``nvme.payload``.
+
+    Raises:
+        ConfigError: The disk does not have enough free space for a tier of this capacity.
     """
     share = size(1 << 30, SPEC.page_nbytes).record_nbytes
     capacity = int(records * share * 1.3) + _SLACK
@@ -173,7 +189,7 @@ def _open(config: StoreConfig, records: int) -> float:
     try:
         keys = [key for key, _ in synthetic_pages(min(records, 128))]
         if store.match(keys).num_pages != len(keys):
-            raise RuntimeError("the reopened store does not know its pages")
+            raise RuntimeError("the reopened store does not find its pages")
     finally:
         store.close()
     return seconds
@@ -199,7 +215,14 @@ def _fill(
     entry: Callable[[int, PageKey | None], Entry],
     value: bytes | None,
 ) -> None:
-    """Write the records. ``value`` is that of each record in the tree of pages, if there is one."""
+    """Write the catalogue entries of synthetic records.
+
+    Args:
+        environment: Directory of the LMDB environment.
+        records: Number of records.
+        entry: Returns the catalogue entry for a record's index and parent.
+        value: Stored for each record in the LMDB database of page bytes, or None to store nothing there.
+    """
     pages = sorted(synthetic_pages(records))
     size_of_map = 1 << 40
     with lmdb.open(
@@ -221,7 +244,7 @@ _LOADED_AT_ONCE = 512
 
 
 def calls(pages: int) -> list[Row]:
-    """Measure match, acquire and release of a sequence in HBM, and match of one in HOST."""
+    """Measure match and acquire + release with all pages in HBM, and match and acquire with all in host memory."""
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, pages, None) as store:
         store.put(keys, store.allocate(pages))
@@ -240,7 +263,10 @@ def calls(pages: int) -> list[Row]:
 
 
 def _taken_from_host(store: TierStore, keys: list[PageKey]) -> float:
-    """Return the CPU seconds of the caller until all loads are started. Other threads copy at the same time."""
+    """Return the CPU time, in seconds, that ``acquire`` takes in the calling thread if all pages are in HOST.
+
+    Other threads copy the pages at the same time; their CPU time is not included.
+    """
     store.evict(keys, Tier.HBM)
     store.drain(60.0)
     begun = thread_time()
@@ -252,11 +278,15 @@ def _taken_from_host(store: TierStore, keys: list[PageKey]) -> float:
 
 
 def lock_holds(pages: int, directory: Path) -> list[Row]:
-    """Measure the longest hold of the lock while ``pages`` pages are put, held, saved, demoted, loaded and evicted.
+    """Measure the longest time for which the store's lock is held, in a store with ``pages`` pages.
 
-    HBM holds them all, HOST half of them. Python's cyclic garbage collector stops any thread that allocates for as
-    long as the process has objects: the goal is for the store's own work, so the collector is off except in the
-    last run. The run that other programs disturbed least is reported.
+    In each run, the pages are put, leased, saved, demoted, loaded and evicted. HBM has slots for all pages, and
+    host memory for half of them.
+
+    Python's cyclic garbage collector pauses any thread that allocates, for a time that grows with the number of
+    objects in the process. Only the store's own work is to be measured, so the collector is off in three runs.
+    The shortest of their longest holds is reported, because other programs disturbed that run least. A fourth
+    run, with the collector on, is reported separately.
     """
     gc.collect()
     gc.disable()
@@ -273,7 +303,10 @@ def lock_holds(pages: int, directory: Path) -> list[Row]:
 
 
 def _longest_holds(pages: int, directory: Path) -> tuple[tuple[float, str], tuple[float, str]]:
-    """Return the longest holds in seconds and their steps: CPU time, and elapsed."""
+    """Return the longest hold of the lock by CPU time, and the longest by elapsed time.
+
+    Each is a pair of its length in seconds and the name of the step in which it occurred.
+    """
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, max(1, pages // 2), directory) as store:
         steps: dict[str, Callable[[], object]] = {
@@ -315,7 +348,7 @@ _SPEC = PageSpec(
     num_layers=32, page_size=_BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
 )
 _SCHEDULED_TOKENS = 512
-"""Number of blocks that a step computes: 8,192 tokens."""
+"""Number of blocks that one scheduler step computes, or 8,192 tokens."""
 _SCHEDULER_RUNS = 5
 _HIT_GOAL_US = 1.2
 _SETTLED_STEPS = 4
@@ -329,9 +362,16 @@ class _Request:
     num_tokens: int
     steps: list[Step] = field(default_factory=list)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens
+
 
 class _Engine:
-    """Makes vLLM's calls for one request at a time. The blocks of a request count up from its number."""
+    """A simulated engine that calls the connector's scheduler half as vLLM does, for one request at a time.
+
+    The blocks of every request are numbered from 1.
+    """
 
     def __init__(self, blocks: int) -> None:
         config = load_config({"host": {"capacity": 4 * blocks * _SPEC.page_nbytes, "pin": "never"}})
@@ -342,13 +382,13 @@ class _Engine:
         self._names = 0
 
     def request(self) -> _Request:
-        """Return a request with the same prompt, a new name, and a question of one token."""
+        """Return a request with a new name. All requests have the same prompt: the document and one more token."""
         self._names += 1
         hashes = [sha256(str(i).encode()).digest() for i in range(self._blocks)]
         return _Request(f"r{self._names}", hashes, self._blocks * _BLOCK + 1)
 
     def compute(self) -> None:
-        """Compute the prompt chunk by chunk and store it."""
+        """Simulate a request that computes the prompt chunk by chunk, so that all its blocks are stored."""
         request = self.request()
         self.half.arrived(request)
         assert self.half.offer(request, 0) == 0
@@ -359,7 +399,10 @@ class _Engine:
             self._carry(self.half.orders(()))
 
     def hit(self) -> float:
-        """Return the seconds of a request whose blocks the engine holds: only the last token is computed."""
+        """Return how long a request takes, in seconds, if all its blocks are in the engine's cache.
+
+        The engine computes only the last token of the prompt.
+        """
         request = self.request()
         begin = perf_counter()
         self.half.arrived(request)
@@ -369,7 +412,11 @@ class _Engine:
         return perf_counter() - begin
 
     def restore(self) -> tuple[float, float]:
-        """Return the seconds of a request whose blocks only host memory holds: up to the first order, and in all."""
+        """Return how long a request takes if all its blocks are in host memory.
+
+        The first value is the time in seconds until the workers' first orders are ready, and the second the time of
+        the whole request.
+        """
         request, first, loaded = self.request(), 0.0, set[str]()
         begin = perf_counter()
         self.half.arrived(request)
@@ -405,7 +452,10 @@ class _Engine:
 
 
 def scheduler_rows(blocks: int) -> Sequence[Row]:
-    """Measure microseconds per block of a hit in the engine's own cache, and of a restore from host memory."""
+    """Measure the connector's time per block in the scheduler, for a request of ``blocks`` blocks.
+
+    It is measured for blocks in the engine's own cache, and for blocks restored from host memory.
+    """
     engine = _Engine(blocks)
     engine.compute()
     hit = min(engine.hit() for _ in range(_SCHEDULER_RUNS))
@@ -424,7 +474,7 @@ def scheduler_rows(blocks: int) -> Sequence[Row]:
 
 
 def _ack(transfer: Transfer) -> Ack:
-    """Return an ack of a complete transfer."""
+    """Return an ack that reports all pages of the transfer as copied."""
     pages = len(transfer.keys)
     sizes = (_SPEC.page_nbytes,) * pages
     return Ack(transfer.id, True, pages, pages * _SPEC.page_nbytes, 1e-3, (), sizes, ())

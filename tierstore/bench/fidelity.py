@@ -1,9 +1,10 @@
-"""Cost and effect of codecs: ratio, rates, numeric error, and the change of next-token distributions.
+"""Benchmark of all codecs: compression ratio, rates, numeric error, and the effect on a model's predictions.
 
-The first tokens of a text are read, their K and V are encoded and decoded, and the model reads the rest of the text
-on them. The distribution of each next token is compared with that over the exact K and V: mean Kullback-Leibler
-divergence, and how often the likeliest token is the same. The floor is the effect of bfloat16: the same tokens read
-in pieces.
+To measure the effect, the model reads the first tokens of a text. Their K and V are encoded and decoded, and
+the model reads the rest of the text with the result. Each next-token distribution is compared with the one
+that the model computes from the exact K and V. The results are the mean Kullback-Leibler divergence, and the
+share of positions with the same most likely token. The floor is the divergence that bfloat16 rounding causes
+without any codec. It is measured by reading the same first tokens in pieces.
 """
 
 from __future__ import annotations
@@ -30,24 +31,27 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 PIECE = 256
-"""Tokens read at a time for the floor."""
+"""Number of tokens per piece, when the first tokens are read in pieces to measure the floor."""
 
 NAMES = tuple(codecs.LOSS_CLASSES)
-"""Every codec is measured."""
+"""Names of the measured codecs: all that exist."""
 
 _MOST_TIMED = 16
 _ROUNDS = 5
 
 
 class Goal(NamedTuple):
-    """Least ratio and greatest divergence, in nats or as a multiple of the floor."""
+    """Goal of a codec: the minimum compression ratio, and the maximum mean divergence.
+
+    The maximum is given in nats (``kl``), as a multiple of the floor (``floors``), or not at all.
+    """
 
     ratio: float
     kl: float | None = None
     floors: float | None = None
 
     def most(self, floor: float | None) -> float | None:
-        """Return the greatest divergence, given the floor's."""
+        """Return the largest allowed divergence in nats, or None if there is no limit. ``floor`` is in nats."""
         return self.kl if self.floors is None or floor is None else self.floors * floor
 
 
@@ -59,16 +63,18 @@ GOALS = {
     "k8v4": Goal(2.3, 4e-3),
     "int4": Goal(3.2, 1e-2),
 }
-"""Goals of the codecs on SmolLM2's K and V."""
+"""Goals of the codecs, for K and V of SmolLM2. Other codecs have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """One codec on all texts together. Rates: MB/s of page bytes per core, by CPU time.
+    """Results of one codec on all texts together.
 
-    ``rel_error`` is the norm of the errors divided by the norm of the numbers, for K and V together and for each.
-    ``kl`` is a mean in nats over all tokens, ``kl_error`` its standard error over texts (0 with one text). ``kl``,
-    ``kl_error`` and ``top1`` are None without a model.
+    Rates are in MB/s (10^6 bytes of uncompressed pages per second), by the CPU time of one core. ``rel_error``
+    is the norm of the errors divided by the norm of the numbers; ``rel_error_k`` and ``rel_error_v`` are the
+    same for K and for V alone. ``kl`` is the mean divergence over all tokens in nats, and ``kl_error`` its
+    standard error over the texts (0 for a single text). ``top1`` is the share of positions with the same most
+    likely token. ``kl``, ``kl_error`` and ``top1`` are None if no model is used.
     """
 
     codec: str
@@ -83,11 +89,14 @@ class CodecRow:
     top1: float | None
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON, ratios with three decimals."""
+        """Return the row as JSON-serializable data, with the ratio rounded to three decimals."""
         return asdict(self) | {"ratio": round(self.ratio, 3)}
 
     def meets(self, floor: float | None) -> bool:
-        """Return whether the codec meets its goal, if it has one. Ratios count with three decimals."""
+        """Return whether the codec meets its goal. A codec without a goal always does.
+
+        Compression ratios are rounded to three decimals before they are compared. ``floor`` is in nats.
+        """
         goal = GOALS.get(self.codec, Goal(0.0))
         if round(self.ratio, 3) < goal.ratio:
             return False
@@ -98,7 +107,10 @@ class CodecRow:
 
 
 class Distance(NamedTuple):
-    """Distance of two runs over the same tokens."""
+    """Distance between the predictions of two runs of the model over the same tokens.
+
+    ``kl`` is the mean divergence in nats. ``top1`` is the share of positions with the same most likely token.
+    """
 
     kl: float
     top1: float
@@ -106,7 +118,11 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A text that was read: its K and V in pages, the rest of it, and the distributions over that."""
+    """A text that the model has read with exact K and V.
+
+    ``pages`` contain K and V of the first tokens, and ``after`` the remaining token IDs. ``expected`` contains
+    the log-probabilities that the model computed for the remaining tokens, ``[tokens, vocabulary]``.
+    """
 
     spec: PageSpec
     pages: list[Bytes]
@@ -117,18 +133,30 @@ class Case:
 def read(
     reader: Reader, texts: Iterable[str], prefix: int, following: int, page_size: int
 ) -> Iterator[tuple[Case, Distance]]:
-    """Yield each text as a case, with its floor: the same tokens read ``PIECE`` at a time.
+    """Let the model read each text, and yield it as a case together with its floor.
 
-    ``prefix`` is rounded down to whole pages. ValueError if a text has fewer tokens.
+    The floor is the distance to a run that reads the prefix in pieces of ``PIECE`` tokens.
+
+    Args:
+        reader: The model.
+        texts: The texts.
+        prefix: Number of tokens whose K and V are encoded, rounded down to whole pages.
+        following: Number of tokens that follow them.
+        page_size: Number of tokens per page.
+
+    Raises:
+        ValueError: A text has too few tokens, or the prefix is shorter than a page.
     """
     from tierstore.bench.codec import paged
 
-    prefix -= prefix % page_size
+    given, prefix = prefix, prefix - prefix % page_size
+    if prefix < 1:
+        raise ValueError(f"the prefix must have at least one page ({page_size} tokens), got {given} tokens")
     for text in texts:
         ids = reader.tokens(text, prefix + following)
-        if prefix < 1 or ids.shape[1] < prefix + following:
+        if ids.shape[1] < prefix + following:
             raise ValueError(
-                f"a text has {ids.shape[1]} tokens, but {prefix + following} and a whole page are needed"
+                f"a text has {ids.shape[1]} tokens, but at least {prefix + following} are needed"
             )
         before, after = ids[:, :prefix], ids[:, prefix:]
         kv = reader.read(before)
@@ -139,19 +167,22 @@ def read(
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor) -> Distance:
-    """Return the distance between log-probabilities ``[tokens, vocabulary]``."""
+    """Return the distance between two tensors of log-probabilities ``[tokens, vocabulary]``.
+
+    The divergence is that of ``found`` from ``expected``.
+    """
     kl = (expected.exp() * (expected - found)).sum(dim=-1)
     same = expected.argmax(dim=-1) == found.argmax(dim=-1)
     return Distance(float(kl.mean()), float(same.float().mean()))
 
 
 def mean(distances: Sequence[Distance]) -> Distance:
-    """Return the mean over runs of equally many tokens."""
+    """Return the mean of several distances. All must cover the same number of tokens."""
     return Distance(*(float(np.mean(each)) for each in zip(*distances, strict=True)))
 
 
 def standard_error(figures: Sequence[float]) -> float:
-    """Return the standard error of the mean, 0 for a single figure."""
+    """Return the standard error of the mean, or 0 if there are fewer than two values."""
     return float(np.std(figures, ddof=1) / np.sqrt(len(figures))) if len(figures) > 1 else 0.0
 
 
@@ -162,8 +193,14 @@ def codec_row(
     reader: Reader | None = None,
     cases: Sequence[Case] = (),
 ) -> CodecRow:
-    """Measure one codec on the pages of each text; with ``reader`` and ``cases``, the model reads on over decoded
-    pages.
+    """Measure one codec.
+
+    Args:
+        name: Name of the codec.
+        spec: Specification of the pages.
+        texts: The pages of each text.
+        reader: The model, or None if the codec's effect on predictions is not measured.
+        cases: The case of each text, if there is a model.
     """
     both = _Both(name, PageLayout.of(spec))
     stored, squares, found = 0, np.zeros((2, 2)), []
@@ -199,14 +236,17 @@ def _moved(reader: Reader, case: Case, pages: list[Bytes]) -> Distance:
 
 
 class _Both:
-    """Encoder and decoder of one codec, for one thread; "none" copies."""
+    """Encoder and decoder of one codec. With the codec "none", both copy the page. Not thread-safe."""
 
     def __init__(self, name: str, layout: PageLayout) -> None:
         self._encoder, self._decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)
         self._out = np.empty(layout.blob_nbytes, dtype=np.uint8)
 
     def encode(self, page: Bytes) -> Bytes:
-        """Return the payload in a scratch buffer, or the page if it is stored raw."""
+        """Encode a page and return its payload, or the page itself if the codec cannot encode it.
+
+        The payload is overwritten by the next call.
+        """
         if self._encoder is None:
             np.copyto(self._out, page)
             return self._out
@@ -214,7 +254,7 @@ class _Both:
         return page if length is None else self._out[:length]
 
     def decode(self, stored: Bytes, page: Bytes) -> None:
-        """Fill ``page`` from the result of ``encode``."""
+        """Decode ``stored``, a result of ``encode``, into ``page``."""
         if self._decoder is None or stored.nbytes == page.nbytes:
             np.copyto(page, stored)
         else:
@@ -222,7 +262,7 @@ class _Both:
 
 
 def _squares(spec: PageSpec, page: Bytes, back: Bytes) -> NDArray[np.float64]:
-    """Return the sums of squares of errors and of numbers, ``[2, K and V]``, for bfloat16 pages."""
+    """Return sums over a bfloat16 page, ``[2, 2]``: rows are squared errors and squared numbers, columns K and V."""
     numbers, found = _numbers(spec, page), _numbers(spec, back)
     axes = (0, 2, 3, 4)
     return np.stack([np.square(found - numbers).sum(axes), np.square(numbers).sum(axes)])
@@ -234,7 +274,7 @@ def _numbers(spec: PageSpec, page: Bytes) -> NDArray[np.float64]:
 
 
 def _rates(both: _Both, pages: list[Bytes]) -> tuple[float, float]:
-    """Return MB/s of encoding and of decoding, the best of several runs."""
+    """Return the rates of encoding and decoding in MB per second of CPU time, each the best of 5 runs."""
     stored, back = [both.encode(page).copy() for page in pages], np.empty_like(pages[0])
     nbytes = sum(page.nbytes for page in pages)
     encoding = min(_seconds(pages, both.encode) for _ in range(_ROUNDS))
@@ -250,12 +290,15 @@ def _seconds(pieces: list[Bytes], act: Callable[[Bytes], object]) -> float:
 
 
 def draw(rows: Sequence[CodecRow], floor: float, source: str, file: Path) -> None:
-    """Plot ratio against divergence into ``file``, in the format of its suffix. OSError if it cannot be written.
+    """Plot the divergence of each codec against its compression ratio, in the file format given by ``file``'s suffix.
 
-    Lossless codecs are at the lower edge, as their divergence is 0. ValueError if matplotlib does not know the
-    suffix.
+    The divergence axis is logarithmic. Codecs with divergence 0 are drawn at its lower end.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: matplotlib does not support the suffix.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and wants a display
+    from matplotlib.figure import Figure  # not pyplot, because it has global state and may need a display
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""Both ends of the link between HBM and host memory, for measurements: pages, a copy engine, contiguous copies."""
+"""Shared parts of the copy benchmarks: pages in HBM and host memory, a copy engine, and contiguous copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.gpu.pool import CpuPool, CudaPool, GroupedPages
 from tierstore.host.arena import HostArena
 from tierstore.host.pinned_memory import CHUNK_NBYTES
 from tierstore.page import PageLayout, PageSpec
-from tierstore.types import PageKey, Tier, Transfer
+from tierstore.types import PageKey, Tier, Transfer, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,53 +32,66 @@ if TYPE_CHECKING:
 
 Direction = Literal["h2d", "d2h", "both"]
 Path = Literal["straight", "kernel", "slab"]
-"""Our own pages by DMA or by the copy kernel; an engine's layer-major pages through a slab in HBM."""
+"""How pages are copied between HBM and host memory.
+
+``straight`` copies the store's own pages by DMA, and ``kernel`` copies them with the copy kernel. ``slab`` copies
+an engine's layer-major pages, through a slab in HBM.
+"""
 
 ALIGNMENT = 4096
 _MOST_PAGES = 4096
 _TRANSFER_NBYTES = 64 << 20
-"""Bytes per transfer, which has at least as many pages as one of the store's."""
+"""Size of a transfer in bytes, but at least BATCH_PAGES and at most _MOST_PAGES pages."""
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
 _POLL_S = 50e-6
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device. ConfigError if it does not exist."""
+    """Return the torch device with this name. Raises ConfigError if it does not exist."""
     require_device(name)
     device = torch.device(name)
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def require_piece(nbytes: int) -> None:
-    """Raise ConfigError unless pieces can have this size."""
+    """Raise ConfigError unless ``nbytes``, the size of a piece, is a multiple of 4 KiB."""
     if nbytes % ALIGNMENT:
-        raise ConfigError(f"pieces must be multiples of {ALIGNMENT} bytes, got {nbytes}")
+        raise ConfigError(
+            f"the size of a piece must be a multiple of {exact_size(ALIGNMENT)}, got {exact_size(nbytes)}"
+        )
 
 
 def locked_arena(name: str, layout: PageLayout, num_slots: int, codec: str = "none") -> HostArena:
-    """Return an arena, page-locked if the device is a GPU. ConfigError if it cannot be locked."""
+    """Return an arena in host memory. If the device is a GPU, wait until the arena is page-locked.
+
+    Raises:
+        ConfigError: The device does not exist, or the memory cannot be page-locked within 600 s.
+    """
     on_card = device_of(name).type == "cuda"
     arena = HostArena(layout, num_slots, pinner(name) if on_card else None, codec=codec)
     if on_card and not arena.wait_pinned(num_slots, _PIN_PATIENCE_S):
         raise ConfigError(
-            f"could not page-lock {arena.nbytes} bytes of host memory: "
+            f"could not page-lock {exact_size(arena.nbytes)} of host memory: "
             f"{arena.refused or f'not done within {_PIN_PATIENCE_S:g} s'}; use fewer or smaller pages"
         )
     return arena
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has finished everything."""
+    """Wait until the device has finished all queued work. Does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Ceiling:
-    """Contiguous copies of ``nbytes`` between page-locked memory and the device, in one direction or both at once."""
+    """Contiguous copies of ``nbytes`` bytes between page-locked memory and the device.
+
+    Their rate is the ceiling with which copies of scattered pages are compared.
+    """
 
     def __init__(self, name: str, nbytes: int) -> None:
-        """Raise ConfigError if the device does not exist."""
+        """Allocate host and device memory. Raises ConfigError if the device does not exist."""
         self.device = device_of(name)
         on_card = self.device.type == "cuda"
         self.nbytes = nbytes
@@ -91,7 +104,7 @@ class Ceiling:
             self._streams += [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def gbps(self, direction: Direction) -> float:
-        """Return the rate of one run."""
+        """Copy once, in one direction or in both at once, wait, and return the total rate in GB/s."""
         settle(self.device)
         start = perf_counter()
         self.queue(direction)
@@ -100,7 +113,7 @@ class Ceiling:
         return moved / (perf_counter() - start) / 1e9
 
     def queue(self, direction: Direction) -> None:
-        """Queue one run without waiting; on the CPU it completes at once."""
+        """Queue one copy in each requested direction without waiting. On the CPU, copy before returning."""
         if direction != "d2h":
             self._copy(0, self._there[0], self._host[0])
         if direction != "h2d":
@@ -115,7 +128,10 @@ class Ceiling:
 
 
 class Ends:
-    """A copy engine between slots of ``device`` and of an arena. ``page_nbytes`` is a page on the device."""
+    """A copy engine that copies pages between slots of ``device`` and slots of an arena in host memory.
+
+    ``page_nbytes`` is the size of a page on the device.
+    """
 
     def __init__(self, device: torch.device, arena: HostArena, copies: CopyEngine, page_nbytes: int) -> None:
         self.device, self.arena, self.copies, self.page_nbytes = device, arena, copies, page_nbytes
@@ -124,7 +140,10 @@ class Ends:
     def transfers(
         self, dst: Tier, host: Sequence[int] | NDArray[np.int64], there: Sequence[int] | NDArray[np.int64]
     ) -> list[Transfer]:
-        """Return the copies between these slots, pair by pair."""
+        """Return transfers to ``dst`` that copy between ``host[i]`` and ``there[i]`` for every i.
+
+        ``host`` are slots of the arena, and ``there`` slots of the device.
+        """
         found = []
         step = min(_MOST_PAGES, max(BATCH_PAGES, _TRANSFER_NBYTES // self.page_nbytes))
         for start in range(0, len(host), step):
@@ -139,7 +158,13 @@ class Ends:
         return found
 
     def run(self, transfers: Sequence[Transfer]) -> tuple[float, float]:
-        """Return the seconds until all ended, and until all were submitted. RuntimeError if one fails."""
+        """Submit all transfers and wait for them.
+
+        Return the time in seconds until all have finished, and the time until all were submitted.
+
+        Raises:
+            RuntimeError: A transfer fails.
+        """
         settle(self.device)
         start = perf_counter()
         for transfer in transfers:
@@ -149,29 +174,31 @@ class Ends:
         while left:
             for ack in self.copies.poll():
                 if not ack.ok:
-                    raise RuntimeError("a copy failed")
+                    raise RuntimeError("the copy engine could not copy a page")
                 left -= 1
-            sleep(_POLL_S)  # polling without a pause would keep Python's lock from the thread that launches
+            sleep(_POLL_S)  # without a pause, this thread would hold the GIL that the launching thread needs
         return perf_counter() - start, submitted
 
     def close(self) -> None:
-        """Unlock the memory."""
-        self.copies.close(_PIN_PATIENCE_S)
-        self.arena.close()
+        """Close the copy engine, waiting up to 600 s for copies in flight. If they have ended, close the arena."""
+        if self.copies.close(_PIN_PATIENCE_S):
+            self.arena.close()
 
 
 class Rig(Ends):
-    """Two ends with ``num_pages`` pages each, and a copy engine between them.
+    """Memory for ``num_pages`` pages on a device and in host memory, and a copy engine between the two.
 
-    ``storage`` has the device's bytes, flat uint8; ``pages`` the same by slot, ``[num_pages, ...]``. ``host_rows``
-    has the host's pages, uint8 ``[num_pages, page_nbytes]``. ``pieces`` counts those of a page in device memory.
+    ``storage`` is the device's memory as flat uint8, and ``pages`` the same memory by slot, ``[num_pages, ...]``.
+    ``host_rows`` is the host's memory by slot, uint8 ``[num_pages, page_nbytes]``. ``pieces`` is the number of
+    contiguous pieces of a page in device memory. ``path`` describes how pages are copied.
     """
 
     def __init__(self, name: str, piece_nbytes: int, batch_nbytes: int, path: Path) -> None:
-        """Make as many pages as fit in ``batch_nbytes``.
+        """Create as many pages as fit into ``batch_nbytes``, but at least two.
 
-        ConfigError if the device does not exist, memory cannot be page-locked, or pieces are not multiples of 4096
-        bytes.
+        Raises:
+            ConfigError: The device does not exist, memory cannot be page-locked, or ``piece_nbytes`` is not a
+                multiple of 4 KiB.
         """
         require_piece(piece_nbytes)
         device = device_of(name)
@@ -187,7 +214,7 @@ class Rig(Ends):
         super().__init__(device, arena, copies, self.page_nbytes)
 
     def parts(self) -> list[slice]:
-        """Return ranges of pages that were page-locked together: no copy may span two of them."""
+        """Return the ranges of host pages that were page-locked together. A torch copy must not span two of them."""
         step = max(1, CHUNK_NBYTES // self.page_nbytes)
         return [slice(start, start + step) for start in range(0, self.num_pages, step)]
 
@@ -231,7 +258,11 @@ class Rig(Ends):
 
 
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:
-    """Return pages of one piece, or an engine's pages: one piece each for K and V of 32 layers."""
+    """Return the specification of the pages.
+
+    With the path "slab", a page looks like an engine's: one piece each for K and V of 32 layers. With any
+    other path, a page is a single piece.
+    """
     if path == "slab":
         return PageSpec(
             num_layers=_ENGINE_LAYERS,

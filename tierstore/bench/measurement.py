@@ -1,4 +1,8 @@
-"""A row with a figure and its goal, the device, the best of several runs, and a pause for the garbage collector."""
+"""Parts that the benchmarks share.
+
+These are result rows with goals, best-of-n timing, a description of the machine, and a context manager that
+excludes existing objects from garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. ``goal`` is the most that it should be, ``at_least`` the least; both may be missing."""
+    """One measured value of a benchmark, with an optional goal.
+
+    ``goal`` is the maximum for ``value``, and ``at_least`` the minimum. If both are None, the value has no goal. If
+    both are set, ``value`` must be between them.
+    """
 
     what: str
     value: float
@@ -28,20 +36,20 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Return whether the goal is met."""
+        """Whether the value meets its goal. True if there is no goal."""
         if self.at_least is not None and self.value < self.at_least:
             return False
         return self.goal is None or self.value <= self.goal
 
     @property
     def goal_text(self) -> str:
-        """Return the goal as a formula, or ""."""
+        """The goal as text, such as ">= 3", or "" if there is none."""
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.goal is None else f"<= {self.goal:g}"
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return {
             "what": self.what,
             "value": self.value,
@@ -52,7 +60,10 @@ class Row:
 
 
 def best_of(times: int, act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest run, the one that other programs disturbed least."""
+    """Call ``act`` several times and return the shortest time in seconds.
+
+    The fastest run is the one that other programs disturbed least.
+    """
     seconds = []
     for _ in range(times):
         start = perf_counter()
@@ -62,12 +73,15 @@ def best_of(times: int, act: Callable[[], object]) -> float:
 
 
 def load_average() -> float:
-    """Return the runnable threads of the machine over a minute. Above the number of cores, figures are unreliable."""
+    """Return the machine's load average over the last minute.
+
+    If it exceeds the number of cores, measurements are unreliable.
+    """
     return os.getloadavg()[0]
 
 
 def device() -> str:
-    """Return processor, usable cores and interpreter."""
+    """Return a description of the machine: processor, number of usable cores, and Python version."""
     cores = len(os.sched_getaffinity(0))
     return f"{_processor()}, {cores} cores, Python {platform.python_version()}"
 
@@ -83,10 +97,16 @@ def _processor() -> str:
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """Freeze existing objects, as engines do after start: a full collection takes 40 to 150 ms."""
+    """Exclude all existing objects from garbage collection until the block ends.
+
+    Engines do the same after startup. Otherwise, a full collection during a measurement takes 40 to 150 ms. If the
+    process has frozen objects already, all objects stay frozen after the block.
+    """
+    frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()

@@ -1,4 +1,4 @@
-"""A model that reads a text into K and V, and continues from given K and V: bfloat16, on the CPU."""
+"""A model on the CPU, in bfloat16, that returns the K and V of a text or continues from given K and V."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -15,7 +15,11 @@ from tierstore.adapters.huggingface import cache_argument
 
 
 class Reader:
-    """The model in a folder, in bfloat16. Not thread-safe. OSError if it cannot be read; downloads nothing."""
+    """A model and its tokenizer, loaded from a folder in bfloat16. Nothing is downloaded. Not thread-safe.
+
+    Raises:
+        OSError: The folder does not contain a model, or it cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         logging.disable_progress_bar()
@@ -26,17 +30,17 @@ class Reader:
         self._cache = cache_argument(self._model)
 
     def tokens(self, text: str, most: int) -> torch.Tensor:
-        """Return the first ``most`` tokens of ``text``, ``[1, tokens]`` int64."""
+        """Return the IDs of the first ``most`` tokens of ``text``, int64 ``[1, tokens]``."""
         ids: torch.Tensor = self.tokenizer(
             text, return_tensors="pt", truncation=True, max_length=most
         ).input_ids
         return ids
 
     def read(self, ids: torch.Tensor, step: int | None = None) -> torch.Tensor:
-        """Return K and V ``[layers, 2, heads, tokens, head_dim]`` of ``ids``, computed at once or ``step`` tokens at a
-        time.
+        """Run the model on ``ids`` and return K and V of all layers, ``[layers, 2, heads, tokens, head_dim]``.
 
-        Layers with a window return all tokens, too.
+        The model reads ``step`` tokens at a time, or all at once if ``step`` is None. Sliding-window layers also
+        return K and V of all tokens.
         """
         cache = DynamicCache()
         with torch.inference_mode():
@@ -45,8 +49,9 @@ class Reader:
             return torch.stack([torch.stack(kv) for kv in _of_layers(cache)])
 
     def go_on(self, kv: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities ``[tokens, vocabulary]``, float32, after each of ``ids``, which follow those of
-        ``kv``.
+        """Run the model on ``ids``, which follow the tokens whose K and V are in ``kv``.
+
+        Return the log-probabilities of the next token after each of ``ids``, float32 ``[tokens, vocabulary]``.
         """
         cache = DynamicCache()
         with torch.inference_mode():

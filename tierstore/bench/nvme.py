@@ -1,9 +1,12 @@
-"""The disk tier compared with the raw disk, and the stalls that a serving thread sees.
+"""Benchmark of the NVME tier against the raw disk, and of the stalls that it causes in other threads.
 
-Every run is paired with a raw one just before or after it, on new files. A contender stores all pages so that they
-survive a power failure, drops them from the page cache, and reads all of them back in an order that defeats
-read-ahead. One thread writes and ``readers`` threads read in every case. Stalls measure how late a thread runs that
-should run every millisecond, because other threads hold Python's lock.
+A contender is a way to store pages: the tier, or a raw file. Each run of a contender is paired with a run of
+the raw file just before or after it, and every run uses new files. In a run, one thread writes all pages so
+that they survive a power failure. The pages are dropped from the page cache. Then ``readers`` threads read
+them back, in random order, so that the kernel's read-ahead does not help.
+
+Stalls are the delays of a thread that is due to run every millisecond while the tier works. They arise because
+other threads hold the GIL.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from threading import Event, Thread
+from threading import Event
 from time import perf_counter, process_time, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +30,7 @@ from tierstore.bench.raw_disk import aligned, forget, open_direct, small_pages, 
 from tierstore.nvme.direct_io import reserve
 from tierstore.nvme.disk_space import size, size_extents
 from tierstore.nvme.tier import NvmeTier
+from tierstore.threads import SharedFile, Worker
 from tierstore.types import Tier, Transfer
 
 if TYPE_CHECKING:
@@ -42,9 +46,11 @@ _PATIENCE_S = 300.0
 
 
 class Load(NamedTuple):
-    """The pages of one run, ``[pages, page_nbytes]`` in aligned memory, and how they are divided.
+    """The work of one run.
 
-    ``order`` is the order in which the pages are read.
+    ``pages`` are the pages to write, uint8 ``[pages, page_nbytes]`` in memory aligned for direct I/O. ``order`` is
+    the order in which they are read back. ``batch_pages`` is the number of pages between two syncs of the raw
+    file, and ``readers`` the number of reading threads.
     """
 
     pages: Bytes
@@ -54,17 +60,20 @@ class Load(NamedTuple):
 
 
 def capacity_for(nbytes: int) -> int:
-    """Return a tier capacity for ``nbytes`` of pages that gives the tier files as long as those in real use.
+    """Return a capacity in bytes with which the tier holds ``nbytes`` bytes of pages in a few long files.
 
-    A capacity that is just large enough would give sixteen short files. The tier would allocate each of them
-    and make its name durable within the measured time, whereas the raw file exists before the measurement
-    starts.
+    The tier divides its capacity among many files. With a capacity that just fits the pages, it would create
+    sixteen short files and make their names durable during the measurement. The raw file, in contrast, is
+    allocated before the measurement starts.
     """
     return int(nbytes * 1.4) + (64 << 20) + min(4 << 30, 7 * nbytes)
 
 
 class Contender(ABC):
-    """One way to store pages. ``write`` and ``read`` are measured; ``folder`` is its own."""
+    """A way to store pages in files. ``write`` and ``read`` are measured.
+
+    It creates ``folder`` for its files, and nothing else writes there.
+    """
 
     def __init__(self, folder: Path, load: Load) -> None:
         folder.mkdir()
@@ -73,24 +82,24 @@ class Contender(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Store every page durably."""
+        """Store all pages, and return when they are durable."""
 
     @abstractmethod
     def read(self, out: Bytes) -> None:
-        """Read every page into ``out``."""
+        """Read all pages back into ``out``, uint8 ``[pages, page_nbytes]``."""
 
     def cool(self) -> None:
-        """Ask the kernel to drop the files' pages from the page cache."""
+        """Ask the kernel to drop the contender's files from the page cache, so that reads come from the disk."""
         for path in self.folder.rglob("*"):
             if path.is_file() and path.suffix != ".lock" and path.name != "lock.mdb":
                 forget(path)
 
     @abstractmethod
     def close(self) -> None:
-        """Close it. The caller removes the folder."""
+        """Close the files. The caller removes the folder."""
 
     def _spread(self, act: Callable[[int], None]) -> None:
-        """Call ``act(index)`` for every page, with the reader threads taking turns."""
+        """Call ``act(index)`` for every page in reading order, divided evenly among the reader threads."""
         order, readers = self.load.order, self.load.readers
 
         def some(first: int) -> None:
@@ -102,7 +111,10 @@ class Contender(ABC):
 
 
 class RawFile(Contender):
-    """The ceiling: one preallocated file with direct I/O if the file system supports it, and fdatasync per batch."""
+    """The ceiling: one preallocated file, synced with fdatasync after each batch of pages.
+
+    It uses direct I/O if the file system supports it.
+    """
 
     def __init__(self, folder: Path, load: Load) -> None:
         super().__init__(folder, load)
@@ -117,15 +129,15 @@ class RawFile(Contender):
         os.fdatasync(self._fd)
 
     def read(self, out: Bytes) -> None:
-        nbytes = out.shape[1]
-        self._spread(lambda index: whole(os.preadv(self._fd, [out[index].data], index * nbytes), nbytes))
+        nbytes, file = out.shape[1], SharedFile(os.dup(self._fd))
+        self._spread(lambda index: whole(os.preadv(file.fd, [out[index].data], index * nbytes), nbytes))
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 class SmallPages(RawFile):
-    """The ceiling's file with ordinary memory in 4 KiB pages, which most programs use."""
+    """The same as ``RawFile``, but with ordinary memory in 4 KiB pages, as most programs use it."""
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._memory = tuple(small_pages(*load.pages.shape) for _ in range(2))
@@ -139,14 +151,22 @@ class SmallPages(RawFile):
 
     def close(self) -> None:
         super().close()
-        np.copyto(self._out, self._memory[1])  # not within the measured time
+        np.copyto(self._out, self._memory[1])  # copied here because close() is not measured
 
 
 class TierRecords(Contender):
-    """The NVMe tier: every byte is checked, catalogue and parents are written."""
+    """The NVME tier. Unlike the raw file, it verifies checksums and also writes a catalogue."""
 
     def __init__(self, folder: Path, load: Load, payload: str, nbytes: int = 0) -> None:
-        """``nbytes`` is the total size of pages if ``write`` is called more than once."""
+        """Open the tier.
+
+        Args:
+            folder: The folder for the tier's directory. It must not exist.
+            load: The pages.
+            payload: The value of ``nvme.payload``.
+            nbytes: Total size in bytes of all pages that will be written. Needed only if ``write`` is called
+                more than once.
+        """
         super().__init__(folder, load)
         self._done = Event()
         self._written = 0
@@ -155,7 +175,7 @@ class TierRecords(Contender):
         self._tier = self._open()
 
     def write(self) -> None:
-        """Store the pages under new keys."""
+        """Store all pages under new keys, and return when they are durable."""
         pieces = _pieces(range(len(self.load.pages)))
         for number, piece in enumerate(pieces):
             transfer = self._transfer(number, piece, self._written, Tier.HOST, Tier.NVME)
@@ -163,10 +183,10 @@ class TierRecords(Contender):
         self._wait(len(pieces))
         self._written += len(self.load.pages)
         if not self._tier.sync(_PATIENCE_S):
-            raise OSError("the tier could not be synced")
+            raise OSError("the NVME tier could not make the written pages durable")
 
     def read(self, out: Bytes) -> None:
-        """Read what the last ``write`` stored."""
+        """Read back the pages that the last call to ``write`` stored."""
         first, pieces = self._written - len(self.load.pages), _pieces(self.load.order)
         for number, piece in enumerate(pieces):
             transfer = self._transfer(number, piece, first, Tier.NVME, Tier.HOST)
@@ -174,7 +194,7 @@ class TierRecords(Contender):
         self._wait(len(pieces))
 
     def cool(self) -> None:
-        self.close()  # the kernel keeps mapped pages and their neighbours
+        self.close()  # the kernel does not drop pages of files that are still mapped
         super().cool()
         self._tier = self._open()
 
@@ -197,11 +217,11 @@ class TierRecords(Contender):
         left = transfers
         while left:
             if not self._done.wait(_PATIENCE_S):
-                raise OSError(f"the tier made no progress for {_PATIENCE_S:.0f} s")
+                raise OSError(f"the NVME tier made no progress for {_PATIENCE_S:.0f} s")
             self._done.clear()
             for ack in self._tier.poll():
                 if not ack.ok:
-                    raise OSError(f"the tier refused pages: {ack.failures[0][1].value}")
+                    raise OSError(f"the NVME tier could not store or read a page: {ack.failures[0][1].value}")
                 left -= 1
 
     def _transfer(self, number: int, piece: Sequence[int], first: int, src: Tier, dst: Tier) -> Transfer:
@@ -222,7 +242,7 @@ def _pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def batch_pages_of(nbytes: int, page_nbytes: int, payload: str = "lmdb") -> int:
-    """Return how many pages the tier writes between two syncs, in a run of ``nbytes`` bytes of pages."""
+    """Return how many pages the tier writes between two syncs, if a run writes ``nbytes`` bytes of pages."""
     by_kind = size_extents if payload == "extents" else size
     return by_kind(capacity_for(nbytes), page_nbytes).batch_pages
 
@@ -231,7 +251,7 @@ _TICK_S = 1e-3
 
 
 class Stalls(NamedTuple):
-    """Milliseconds by which ticks were late: median, one in a thousand, maximum."""
+    """Delays of a thread that is due to run every millisecond: median, 99.9th percentile and maximum, in ms."""
 
     p50: float
     p999: float
@@ -239,9 +259,9 @@ class Stalls(NamedTuple):
 
 
 def stalls_during(act: Callable[[], object]) -> Stalls:
-    """Measure the stalls of a thread that sleeps a millisecond at a time while ``act`` runs in this one.
+    """Call ``act``, and measure the stalls of another thread that sleeps for a millisecond at a time.
 
-    They include the scheduler's own delays: compare with a run in which nothing happens.
+    The stalls include delays that the operating system causes. Compare them with ``idle_stalls``.
     """
     ticking, over, late = Event(), Event(), [0.0]
 
@@ -254,7 +274,7 @@ def stalls_during(act: Callable[[], object]) -> Stalls:
             late.append(now - begin - _TICK_S)
             begin = now
 
-    watcher = Thread(target=tick, name="tierstore-bench-tick", daemon=True)
+    watcher = Worker(tick, name="tierstore-bench-tick")
     watcher.start()
     ticking.wait()
     try:
@@ -273,7 +293,11 @@ OPS = ("write", "read")
 
 
 class Run(NamedTuple):
-    """One write or read of a whole load: elapsed and CPU seconds, and bytes that the disk moved."""
+    """Cost of writing or reading all pages of a load.
+
+    ``seconds`` is the elapsed time, ``cpu`` the CPU time of the process in seconds, and ``disk_nbytes`` the
+    number of bytes that the disk moved (0 if unknown).
+    """
 
     seconds: float
     cpu: float
@@ -282,11 +306,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRow:
-    """Rates of one contender, operation and page size in GB/s (powers of 1000), medians over the rounds.
+    """Results of one contender for one operation and page size. Rates are in GB/s (10^9 bytes/s).
 
-    ``ratio`` is the median of paired ratios, ``spread`` their minimum and maximum. ``disk_per_byte`` is the bytes
-    that the disk moved per byte of a page: far below 1 the page cache answered, far above 1 there was read-ahead; 0
-    if unknown.
+    All values are medians over the rounds. ``gbps`` is the contender's rate, and ``ceiling_gbps`` that of the raw
+    file. ``ratio`` is the median of their pairwise ratios, and ``spread`` the smallest and largest of these.
+    ``disk_per_byte`` is the number of bytes that the disk moved per byte of pages, or 0 if unknown. For reads, a
+    value far below 1 means that pages came from the page cache, and a value far above 1 that the kernel read ahead.
     """
 
     payload: str
@@ -300,12 +325,15 @@ class DiskRow:
     disk_per_byte: float
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
 def ways(payloads: list[str]) -> dict[str, Make]:
-    """Return the contenders by name: the tier with each payload, and the raw file with ordinary memory."""
+    """Return the constructors of the contenders by name.
+
+    The contenders are the tier with each of ``payloads``, and a raw file that uses ordinary memory.
+    """
     tiers: dict[str, Make] = {payload: partial(TierRecords, payload=payload) for payload in payloads}
     return {**tiers, "raw, 4 KiB pages": SmallPages}
 
@@ -313,11 +341,18 @@ def ways(payloads: list[str]) -> dict[str, Make]:
 def disk_rows(
     page_nbytes: int, *, nbytes: int, rounds: int, readers: int, ways: Mapping[str, Make], place: Path
 ) -> Iterator[list[DiskRow]]:
-    """Yield the rows of each contender in turn, for ``nbytes`` per run in pages of ``page_nbytes`` (a multiple of 4
-    KiB).
+    """Measure each contender in turn, and yield its rows: one for writing and one for reading.
 
-    ``place`` needs free space for more than twice ``nbytes``; everything created there is removed. OSError if the
-    disk or the tier refuses, or a page changes.
+    Args:
+        page_nbytes: Size of a page in bytes, a multiple of 4 KiB.
+        nbytes: Total size of the pages of a run in bytes.
+        rounds: Number of pairs of runs per contender.
+        readers: Number of threads that read.
+        ways: The contenders, from the function of the same name.
+        place: Folder for the files, with free space for more than twice ``nbytes``. They are deleted afterwards.
+
+    Raises:
+        OSError: The disk or the tier cannot store or read a page, or a page is read back with wrong bytes.
     """
     load, out = _load(page_nbytes, nbytes, readers), aligned(max(1, nbytes // page_nbytes), page_nbytes)
     for name, make in ways.items():
@@ -329,7 +364,7 @@ def disk_rows(
 
 
 def stalls(payload: str, *, nbytes: int, readers: int, place: Path) -> Stalls:
-    """Measure stalls while ``nbytes`` in pages of 2 MiB are written to a tier and read back."""
+    """Measure stalls while ``nbytes`` bytes, in pages of 2 MiB, are written to the tier and read back."""
     count = max(1, min(nbytes, _STALL_MEMORY) // _STALL_PAGE)
     load = _load(_STALL_PAGE, count * _STALL_PAGE, readers)
     out = aligned(count, _STALL_PAGE)
@@ -348,7 +383,7 @@ def stalls(payload: str, *, nbytes: int, readers: int, place: Path) -> Stalls:
 
 
 def idle_stalls(seconds: float) -> Stalls:
-    """Measure stalls while nothing happens."""
+    """Measure stalls for ``seconds`` seconds while the process does nothing else."""
     return stalls_during(lambda: sleep(seconds))
 
 
@@ -362,7 +397,10 @@ def _load(page_nbytes: int, nbytes: int, readers: int) -> Load:
 
 
 def _pair(make: Make, load: Load, out: Bytes, place: Path, *, raw_first: bool) -> dict[str, tuple[Run, Run]]:
-    """Return the contender's and the raw run by operation. Which one comes first changes from round to round."""
+    """Run the contender and the raw file once each. ``raw_first`` says which of them runs first.
+
+    Return the contender's run and the raw file's run, by operation.
+    """
     place.mkdir()
     makers: list[Make] = [RawFile, make] if raw_first else [make, RawFile]
     runs = [_both(maker, load, out, place / f"{number}") for number, maker in enumerate(makers)]
@@ -381,7 +419,7 @@ def _both(make: Make, load: Load, out: Bytes, folder: Path) -> dict[str, Run]:
     finally:
         contender.close()
     if not np.array_equal(out, load.pages):
-        raise OSError(f"{type(contender).__name__}: a page came back changed")
+        raise OSError(f"{type(contender).__name__}: a page was read back with wrong bytes")
     return {"write": write, "read": read}
 
 
@@ -392,7 +430,10 @@ def _timed(counter: str, act: Callable[[], None]) -> Run:
 
 
 def _moved(counter: str) -> int:
-    """Return the bytes that this process made the disks read or write so far; 0 if the kernel does not say."""
+    """Return how many bytes the disks have read or written for this process so far, or 0 if unknown.
+
+    ``counter`` is a line of ``/proc/self/io``: ``read_bytes`` or ``write_bytes``.
+    """
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:

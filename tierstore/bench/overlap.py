@@ -1,12 +1,15 @@
-"""Compute while pages are copied: how much of the copies is hidden, and how much they slow computing down.
+"""Two benchmarks of computing while pages are copied.
 
-A lease is restored from HOST layer group by layer group, and each layer is computed as soon as its bytes arrive:
-how much of the shorter of both is hidden? A kernel that only reads memory, and one that writes as much as it reads,
-run next to copies: how much slower do they get?
+The first measures how much of the shorter activity, copying or computing, is hidden behind the longer one. It
+loads a lease's pages from host memory, one layer group after another. Each layer is computed as soon as its
+bytes have arrived.
 
-Bytes that cross the link are also read from or written to HBM, so a kernel loses at least the link's share of
-HBM's bandwidth. A contiguous copy next to the kernel shows the loss of the device itself; the rest is ours.
-Ratios are of adjacent runs, and the bytes are checked.
+The second measures how much a kernel slows down while pages are copied. One kernel only reads memory, another
+writes as much as it reads. Copied bytes are also read from or written to HBM, so a kernel loses at least the
+share of HBM's bandwidth that the copies use. A contiguous copy alongside the kernel shows the slowdown that
+the device causes; the store causes the rest.
+
+Ratios compare adjacent runs. The copied bytes are checked.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ _BLOCK_NBYTES = 1 << 30
 _TRIES = 3
 
 _HEADS_AND_LAYERS = 256
-"""Heads times layers of an 8B model: 32 layers of 8 heads of 128, 128 KiB per token."""
+"""Number of KV heads times number of layers in an 8B model: 8 heads of 128 numbers in each of 32 layers."""
 
 
 def pages_of(num_layers: int, page_size: int) -> PageSpec:
-    """Return pages of 128 KiB per token. ConfigError unless ``num_layers`` divides that."""
+    """Return the specification of pages with ``num_layers`` layers, and with 128 KiB per token as in an 8B model.
+
+    Raises:
+        ConfigError: ``num_layers`` does not divide 256.
+    """
     if _HEADS_AND_LAYERS % num_layers:
         raise ConfigError(f"--layers must be a power of two up to {_HEADS_AND_LAYERS}, got {num_layers}")
     return PageSpec(
@@ -61,12 +68,17 @@ def pages_of(num_layers: int, page_size: int) -> PageSpec:
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow:
-    """Medians of the rounds. ``overlap`` is the saved share of the shorter one, (compute + copy - both) / the shorter.
+    """One row of the overlap benchmark. Times and ratios are medians over the rounds.
 
-    ``wanted`` is the intended compute time as a multiple of the copy time. ``ideal`` is 1 - 1 / groups, as
-    computing begins with the first group. ``beside_ms`` is the same compute next to contiguous copies; the
-    extra time is the loss of the device. ``reachable`` is the overlap of copies without losses, with compute
-    of that length.
+    ``wanted`` is the intended compute time as a multiple of the copy time. ``compute_ms`` and ``copy_ms`` are the
+    times of computing alone and of copying alone, and ``both_ms`` is the time of both at once.
+
+    ``overlap`` is the share of the shorter activity that is hidden: (compute + copy - both) / min(compute, copy).
+    ``ideal`` is 1 - 1 / groups, because computing cannot start before the first layer group has arrived.
+
+    ``beside_ms`` is the time of the same computation alongside contiguous copies. The device, not the store, causes
+    its difference from ``compute_ms``. ``reachable`` is the overlap that the store would reach if it caused no
+    further loss.
     """
 
     wanted: float
@@ -81,18 +93,19 @@ class OverlapRow:
     ideal: float
     reachable: float
     gbps: float
-    """Rate of the copies alone."""
+    """Rate of the copies alone, in GB/s."""
     first_layer_ms: float
-    """Time from the call of ``acquire`` until the first layer could be used, with an idle GPU."""
+    """Time in milliseconds from the call to ``acquire`` until the first layer can be used, on an idle device."""
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return {"what": "overlap", **asdict(self)}
 
 
 class _Compute:
-    """Matrix multiplications layer by layer, and a sum over the layer of all pages that shows whether its bytes
-    arrived.
+    """The computation: for each layer, matrix multiplications and a sum over that layer of all pages.
+
+    The sum shows whether the layer's bytes had arrived. ``products`` is the number of multiplications per layer.
     """
 
     def __init__(self, pages: torch.Tensor, size: int) -> None:
@@ -104,15 +117,15 @@ class _Compute:
         self.products = 1
 
     def layer(self, layer: int) -> None:
-        """Queue one layer's work on the current stream."""
+        """Queue the sum and the multiplications for one layer on the current stream."""
         self._sums[layer] = self._words[:, layer].sum()
         for _ in range(self.products):
             torch.mm(self._matrix, self._matrix, out=self._product)
 
     def require_right(self) -> None:
-        """Raise RuntimeError unless every layer had arrived when it was summed."""
+        """Reset the sums. Raise RuntimeError if one is wrong, which means that a layer was used before it arrived."""
         if not torch.equal(self._sums, self.expected):
-            raise RuntimeError("a layer was computed before its bytes were there")
+            raise RuntimeError("a layer was computed before its bytes had arrived")
         self._sums.zero_()
 
     def _sum_all(self) -> torch.Tensor:
@@ -120,7 +133,10 @@ class _Compute:
 
 
 class Restore:
-    """A store with all pages in HOST, which can be restored repeatedly."""
+    """A store with all its pages in host memory, and the runs that load them into HBM.
+
+    ``matrix`` is the number of rows and columns of the multiplied matrices.
+    """
 
     def __init__(self, store: TierStore, keys: list[PageKey], matrix: int) -> None:
         self._store = store
@@ -130,11 +146,11 @@ class Restore:
         self._pages = pages
         self._layers = pages.shape[1]
         self.nbytes = pages.nbytes
-        """Bytes of all pages."""
+        """Size of all pages in bytes."""
         self.compute = _Compute(pages, matrix)
 
     def alone(self) -> float:
-        """Return the seconds of computing with the pages in HBM."""
+        """Return how long computing takes, in seconds, if all pages are in HBM and nothing is copied."""
         settle(self._pages.device)
         start = perf_counter()
         for layer in range(self._layers):
@@ -143,14 +159,14 @@ class Restore:
         return perf_counter() - start
 
     def fill_up(self, wanted: float) -> None:
-        """Choose the number of multiplications so that computing takes about ``wanted`` times as long as copying."""
+        """Set the number of multiplications so that computing takes about ``wanted`` times as long as copying."""
         for _ in range(_TRIES):
-            self.both()  # an idle GPU computes faster for a while
+            self.both()  # warms the GPU up: after a pause, it computes faster for a while
             _, copying = self.copied()
             self.compute.products = max(1, round(self.compute.products * wanted * copying / self.alone()))
 
     def beside(self, block: Ceiling) -> float:
-        """Return the seconds of computing next to contiguous copies of about the same length."""
+        """Return the seconds that computing takes while contiguous copies move 1.2 times the pages' bytes."""
         settle(self._pages.device)
         start = perf_counter()
         for _ in range(max(1, round(1.2 * self.nbytes / block.nbytes))):
@@ -164,7 +180,10 @@ class Restore:
         return seconds
 
     def copied(self) -> tuple[float, float]:
-        """Return the seconds until the first layer and until all layers arrived, with nothing computed."""
+        """Copy all pages to HBM without computing.
+
+        Return the time in seconds until the first layer has arrived, and the time until all layers have.
+        """
         with self._empty() as start, self._store.acquire(self._keys) as lease:
             self._wait(lease, 0)
             first = perf_counter() - start
@@ -174,7 +193,11 @@ class Restore:
         return first, whole
 
     def both(self) -> float:
-        """Return the seconds of computing each layer once it arrived."""
+        """Copy all pages to HBM, and compute each layer as soon as it has arrived. Return the time in seconds.
+
+        Raises:
+            RuntimeError: A page was not restored, or a layer was computed before its bytes had arrived.
+        """
         with self._empty() as start, self._store.acquire(self._keys) as lease:
             for layer in range(self._layers):
                 event = lease.ready(layer, _PATIENCE_S)
@@ -191,7 +214,7 @@ class Restore:
 
     @contextmanager
     def _empty(self) -> Iterator[float]:
-        """Empty HBM and yield the time."""
+        """Evict all pages from HBM and overwrite its memory with zeros. Then yield the start time in seconds."""
         self._store.evict(self._keys, Tier.HBM)
         self._store.drain(_PATIENCE_S)
         self._pages.zero_()
@@ -205,11 +228,14 @@ class Restore:
 
     def _require_all(self, lease: Lease) -> None:
         if lease.wait(_PATIENCE_S) is not LeaseState.READY or lease.num_pages < len(self._keys):
-            raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
+            raise RuntimeError(f"only {lease.num_pages} pages were loaded into HBM: {lease.missing_because}")
 
 
 def host_nbytes(device: str, nbytes: int) -> int:
-    """Return the memory that ``overlap_rows`` takes if the device is the CPU, with the contiguous block."""
+    """Return how much host memory ``overlap_rows`` takes in bytes, including its contiguous copies.
+
+    ``nbytes`` is the total size of the pages.
+    """
     block = min(_BLOCK_NBYTES, nbytes)
     return 2 * nbytes + 4 * block if device == "cpu" else nbytes + 2 * block
 
@@ -217,9 +243,18 @@ def host_nbytes(device: str, nbytes: int) -> int:
 def overlap_rows(
     device: str, spec: PageSpec, nbytes: int, rounds: int, matrix: int, wanted: Sequence[float]
 ) -> list[OverlapRow]:
-    """Restore pages of ``nbytes`` in all. One row per compute time, a multiple of the copy time.
+    """Measure the overlap, and return one row per compute time in ``wanted``.
 
-    ConfigError as from ``open``.
+    Args:
+        device: The device, such as ``cuda:0``.
+        spec: The specification of the pages.
+        nbytes: Total size of the pages in bytes.
+        rounds: Number of rounds per row.
+        matrix: Number of rows and columns of the multiplied matrices.
+        wanted: Compute times as multiples of the copy time.
+
+    Raises:
+        ConfigError: The store cannot be opened.
     """
     device_of(device)
     pages = max(1, nbytes // spec.page_nbytes)
@@ -263,7 +298,7 @@ def _row(restore: Restore, block: Ceiling, wanted: float, groups: int, pages: in
 
 
 def _filled(store: TierStore, number: int, spec: PageSpec) -> list[PageKey]:
-    """Put random pages, and save them to HOST."""
+    """Put random pages into the store, wait until they are in host memory too, and return their keys."""
     slots = store.allocate(number)
     pages = store.pages
     assert not isinstance(pages, GroupedPages)
@@ -286,10 +321,12 @@ _POLL_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """``kernel`` is "read" or "copy".
+    """Slowdown of a kernel that runs alongside copies.
 
-    ``slowdown`` is the median of the pairs, 0.03 for 3 %; ``share`` is the copies' part of the bytes that HBM moves;
-    ``alone_tbps`` counts what the kernel reads and writes.
+    ``kernel`` is "read" or "copy", and ``way`` the name of the method that copies. ``slowdown`` is the median over the
+    pairs; 0.03 means that the kernel takes 3 % longer. ``share`` is the share of the bytes moved in HBM that is due to
+    the copies. ``alone_tbps`` is the rate of the kernel without copies in TB/s, counting the bytes that it reads and
+    those that it writes. ``gbps`` is the rate of the copies in GB/s.
     """
 
     kernel: str
@@ -302,34 +339,38 @@ class BesideRow:
     gbps: float
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return {"what": "beside", **asdict(self)}
 
 
 class Load(Protocol):
-    """Copies that run in the background. ``prepare`` is called before ``start``."""
+    """Copies that run in the background. Call ``prepare`` first, then ``start`` and ``finish``, repeatedly.
+
+    ``name`` describes the copies, ``piece_nbytes`` is the size of a contiguous piece, and ``nbytes`` the number of
+    bytes copied per ``start``.
+    """
 
     name: str
     piece_nbytes: int
     nbytes: int
     twice: bool
-    """Whether with both directions at once each one moves ``nbytes``, instead of both together."""
+    """Whether copies in both directions move ``nbytes`` in each. If False, they move ``nbytes`` in total."""
 
     def prepare(self, direction: Direction) -> None:
-        """Do what is not to be measured."""
+        """Do the work that must not be measured."""
         ...
 
     def start(self, direction: Direction) -> None:
-        """Queue the copies."""
+        """Queue the copies without waiting."""
         ...
 
     def finish(self) -> None:
-        """Wait until they ended."""
+        """Wait until the copies have finished."""
         ...
 
 
 class Reading:
-    """A sum over ``nbytes`` of the device, repeated."""
+    """A kernel that reads ``nbytes`` bytes of device memory: it computes their sum."""
 
     name = "read"
 
@@ -340,7 +381,10 @@ class Reading:
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def seconds(self, times: int) -> float:
-        """Return the median seconds of one."""
+        """Run the kernel ``times`` times and return the median time of a run, in seconds.
+
+        On a GPU, the first two runs are not counted.
+        """
         if self._stream is None:
             return median(self._timed() for _ in range(times))
         with torch.cuda.stream(self._stream):
@@ -363,7 +407,7 @@ class Reading:
 
 
 class Copying(Reading):
-    """Reads one half of ``nbytes`` and writes the other."""
+    """A kernel that reads one half of ``nbytes`` bytes of device memory and writes the other half."""
 
     name = "copy"
 
@@ -375,11 +419,11 @@ class Copying(Reading):
     def _once(self) -> None:
         torch.bitwise_not(
             self._from, out=self._to
-        )  # torch's copy_ would be the driver's, by whatever engine it chooses
+        )  # not copy_(), because the driver may run that on a copy engine instead of a kernel
 
 
 class Contiguous:
-    """Copies of one block."""
+    """Background copies of one contiguous block, repeated ``times`` times per ``start``."""
 
     name = "contiguous"
     twice = True
@@ -394,17 +438,17 @@ class Contiguous:
         """Do nothing."""
 
     def start(self, direction: Direction) -> None:
-        """Queue the copies."""
+        """Queue the copies without waiting."""
         for _ in range(self._times):
             self._ceiling.queue(direction)
 
     def finish(self) -> None:
-        """Wait until they ended."""
+        """Wait until the copies have finished."""
         settle(self._ceiling.device)
 
 
 class Pages:
-    """Scattered pages by one of the routes."""
+    """Background copies of scattered pages, as a store makes them. ``path`` is the way in which they are copied."""
 
     twice = False
 
@@ -417,7 +461,7 @@ class Pages:
         self._transfers: dict[Direction, Sequence[Transfer]] = {}
 
     def prepare(self, direction: Direction) -> None:
-        """Do what is not to be measured."""
+        """Create the transfers: random pairs of slots. With "both", half of the pages go in each direction."""
         chance = np.random.default_rng(0)
         host, there = (chance.permutation(self.rig.num_pages) for _ in "ht")
         split = {"h2d": len(host), "d2h": 0, "both": len(host) // 2}[direction]
@@ -426,24 +470,32 @@ class Pages:
         self._transfers[direction] = [x for x in chain(*zip_longest(up, down)) if x is not None]
 
     def start(self, direction: Direction) -> None:
-        """Queue the copies."""
+        """Submit the transfers to the copy engine without waiting. Call ``prepare`` first."""
         transfers = self._transfers[direction]
         self._left = len(transfers)
         for transfer in transfers:
             self.rig.copies.submit(transfer)
 
     def finish(self) -> None:
-        """Wait until they ended. RuntimeError if one failed."""
+        """Wait until the copies have finished. Raises RuntimeError if one failed."""
         while self._left:
             for ack in self.rig.copies.poll():
                 if not ack.ok:
-                    raise RuntimeError("a copy failed")
+                    raise RuntimeError("the copy engine could not copy a page")
                 self._left -= 1
             sleep(_POLL_S)
 
 
 def beside_row(reading: Reading, load: Load, direction: Direction, times: int, pairs: int) -> BesideRow:
-    """Measure one figure. The copies must outlast ``times`` runs of the kernel in ``reading``."""
+    """Measure how much a kernel slows down while copies run in the background.
+
+    Args:
+        reading: The kernel.
+        load: The copies. They must take longer than ``times`` runs of the kernel.
+        direction: The direction of the copies.
+        times: Number of runs of the kernel per measurement.
+        pairs: Number of pairs of measurements, one without and one with the copies. A first pair is not counted.
+    """
     load.prepare(direction)
     found = []
     for _ in range(pairs + 1):

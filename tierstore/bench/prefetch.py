@@ -1,17 +1,21 @@
-"""A simulated server that prefills one request after another and decodes many, with and without a prefetcher.
+"""Simulation of a server on a request trace, with different prefetch policies.
 
-The rows of ``bench prefetch``: each trace under each policy at the same pace, compared with loads that start on
-look-up. The machine has three tiers of pages, an edge from disk and one into HBM, and no bytes.
+The simulated server prefills one request at a time and decodes many at once. It has three tiers of pages, one
+link from disk to host memory, and one link from host memory to HBM. Page bytes are not simulated.
+``bench prefetch`` prints a row for each trace, utilisation and policy. For a given utilisation, all policies get
+the same arrival times. They are scaled relative to the time in which the policy "on-lookup" serves the trace
+if all requests arrive at once.
 
-Requests are served in the order in which they come. The first one starts once the server, a decoding slot and
-space in HBM are free. Pages of its prefix below HBM are then loaded, unless they were loaded before. As in
-the planner, computing overlaps with loads from host memory and begins after reads from disk. Policies differ
-only in when loads start, and in whether computing may replace some of them:
+Requests are served in the order of arrival. The first waiting request starts once the server is idle and a
+decoding slot and enough HBM pages are free. Then the pages of its stored prefix that are not in HBM are loaded,
+unless the policy has loaded them before. As in the planner, computing starts when the reads from disk have
+finished, and overlaps with loads from host memory. The policies differ only in when loads start, and in
+whether pages may be computed instead of loaded:
 
-    none          no page is loaded: pages that are not in HBM are computed
-    on-lookup     all stored pages are loaded once the request is the first in the queue
-    ours          hints: a request when it comes, and a session's next turn when past turns suggest it
-    oracle        hints: the next requests, before they come
+    none          no page is loaded; pages that are not in HBM are computed
+    on-lookup     all stored pages are loaded when the request starts
+    ours          loads ahead: for waiting requests, and for a session's next turn when it is expected
+    oracle        loads ahead: for waiting requests, and for the next requests before they arrive
 """
 
 from __future__ import annotations
@@ -25,12 +29,9 @@ from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
-from prefetch import Compute
-from prefetch.planner import plan
-from prefetch.sources import OVERDUE_S, Pauses
-from prefetch.types import Machine, Want
 from tierstore.errors import ConfigError
-from tierstore.types import Tier
+from tierstore.prefetch import OVERDUE_S, Compute, Machine, Pauses, Want, plan
+from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,20 +43,27 @@ _PLAN_PAGES = 1024
 
 
 class Ahead:
-    """Copies ahead of need in the order of the last plan, and whether they were used."""
+    """Copies that are made before a request needs the pages, in the order of the latest plan.
+
+    ``brought`` is the number of pages copied ahead, and ``useful`` the number of those that a request used.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.brought = 0
         self.useful = 0
         self.late = 0
-        """Number of pages that were used before they had arrived."""
+        """Number of the useful pages that had not arrived in HBM yet when their request started."""
         self._memory = memory
         self._reads: deque[PageKey] = deque()
         self._loads: deque[PageKey] = deque()
         self._unused: set[PageKey] = set()
 
     def plan(self, wants: Sequence[Want], now: float) -> None:
-        """Copy for these requests from now on, and keep only the pages that they need in HBM."""
+        """Plan copies for these requests, replacing the previous plan.
+
+        The pages that the plan loads are kept in HBM. Pages that only the previous plan kept may be evicted from now
+        on. ``now`` is the simulated time in seconds.
+        """
         memory, sizes = self._memory, self._memory.sizes
         machine = Machine(
             read_s=sizes.read_s,
@@ -70,12 +78,12 @@ class Ahead:
         self._loads = deque(key for p in found.promotions if p.src == Tier.HOST for key in p.keys)
 
     def copy(self, now: float, until: float) -> None:
-        """Start the copies that may start before ``until``."""
+        """Start the planned copies that can start between the times ``now`` and ``until``."""
         self._read(now, until)
         self._load(now, until)
 
     def used(self, keys: Sequence[PageKey], at: float) -> None:
-        """Note that a request uses these pages."""
+        """Record that a request that starts at time ``at`` uses these pages."""
         for key in keys:
             if key in self._unused:
                 self._unused.remove(key)
@@ -117,9 +125,12 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Pages per tier, seconds per page to read from NVMe and to load into HBM, decoding slots, seconds per step.
+    """Sizes and speeds of the simulated machine.
 
-    ``prefill`` is by tokens, not by pages.
+    ``hbm``, ``host`` and ``nvme`` are the capacities of the tiers in pages. ``read_s`` is the time to read a page
+    from NVMe, ``load_s`` the time to load one into HBM, and ``step_s`` the time of a decoding step, all in
+    seconds. ``prefill`` returns the time to compute a number of tokens, not pages. ``block_tokens`` is the number
+    of tokens per page, and ``decode_slots`` the number of requests that can be decoded at once.
     """
 
     hbm: int
@@ -134,7 +145,7 @@ class Sizes:
 
 
 class _Lru:
-    """Pages of a tier below HBM with the time when each arrives, least recently used first."""
+    """The pages of a tier below HBM, each with its time of arrival, least recently used first."""
 
     def __init__(self, pages: int) -> None:
         self.there: OrderedDict[PageKey, float] = OrderedDict()
@@ -148,7 +159,11 @@ class _Lru:
 
 
 class Memory:
-    """The tiers and the pages in them. A computed page is in all tiers at once: writes take no time."""
+    """The pages in each tier. Writes take no simulated time, so a computed page is in all tiers at once.
+
+    ``hbm`` contains each page's time of arrival, least recently used page first. ``disk_free`` and ``link_free``
+    are the times from which the link from disk and the link into HBM are idle.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -157,13 +172,13 @@ class Memory:
         self.nvme = _Lru(sizes.nvme)
         self.pinned: Counter[PageKey] = Counter()
         self.kept: set[PageKey] = set()
-        """Pages that only running requests may displace, after all others."""
+        """Pages that copies ahead of need must not displace. A request that starts displaces them last."""
         self._victims: deque[PageKey] = deque()
         self.disk_free = 0.0
         self.link_free = 0.0
 
     def tier(self, key: PageKey) -> Tier | None:
-        """Return the fastest tier that has the page, or will have it once a copy ends."""
+        """Return the fastest tier that contains the page or into which it is being copied, or None."""
         if key in self.hbm:
             return Tier.HBM
         if key in self.host.there:
@@ -171,7 +186,7 @@ class Memory:
         return Tier.NVME if key in self.nvme.there else None
 
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
-        """Return the tiers of the longest prefix that is stored."""
+        """Return the fastest tier of each page in the longest prefix of ``keys`` that is stored."""
         found: list[Tier] = []
         for key in keys:
             tier = self.tier(key)
@@ -182,11 +197,14 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """Return the free slots of HBM."""
+        """Number of free slots in HBM."""
         return self.sizes.hbm - len(self.hbm)
 
     def make_room(self, pages: int) -> None:
-        """Drop the least recently used pages that are not in use until ``pages`` fit. Kept pages go last."""
+        """Evict unpinned pages from HBM until ``pages`` slots are free.
+
+        Least recently used pages are evicted first, and kept pages last.
+        """
         missing = pages - self.free
         if missing <= 0:
             return
@@ -195,12 +213,12 @@ class Memory:
             del self.hbm[key]
 
     def keep(self, keys: set[PageKey]) -> None:
-        """Keep these pages from now on, and no others."""
+        """Replace the set of kept pages. Copies made ahead of need must not displace them."""
         self.kept = keys
         self._victims = deque(key for key in self.hbm if key not in self.pinned and key not in keys)
 
     def room_ahead(self) -> bool:
-        """Return whether one more page may be brought up without displacing a kept or used one."""
+        """Make an HBM slot free for a copy ahead of need. Return False if all pages in HBM are kept or pinned."""
         while self.free <= 0 and self._victims:
             key = self._victims.popleft()
             if key in self.hbm and key not in self.pinned:
@@ -208,18 +226,22 @@ class Memory:
         return self.free > 0
 
     def pin(self, keys: Iterable[PageKey]) -> None:
-        """Hold the pages in HBM until ``unpin``."""
+        """Pin the pages in HBM. Pages may be pinned several times."""
         self.pinned.update(keys)
 
     def unpin(self, keys: Iterable[PageKey]) -> None:
-        """End one pin of each page."""
+        """Remove one pin from each page. A page without pins can be evicted from HBM."""
         for key in keys:
             self.pinned[key] -= 1
             if not self.pinned[key]:
                 del self.pinned[key]
 
     def store(self, keys: Sequence[PageKey], at: float) -> None:
-        """Note that pages were used or computed. They are in HBM and below; tails are older than heads."""
+        """Add the pages of a request, loaded or computed by time ``at``, to HBM and all tiers below.
+
+        They become the most recently used pages. The first page of the sequence becomes the most recent one, so
+        the end of the sequence is evicted first.
+        """
         for key in reversed(keys):
             self.hbm[key] = min(at, self.hbm.get(key, at))
             self.hbm.move_to_end(key)
@@ -228,7 +250,7 @@ class Memory:
 
 
 class Sessions:
-    """Groups requests into sessions by their pages alone, and predicts when the next turn arrives."""
+    """Recognizes the sessions that requests belong to, from their pages alone, and predicts the next turns."""
 
     def __init__(self) -> None:
         self._last: dict[PageKey, int] = {}
@@ -236,8 +258,11 @@ class Sessions:
         self._pauses: dict[int, Pauses] = {}
 
     def arrived(self, request: Request, at: float) -> int:
-        """Return the session that the request continues, or a new one."""
-        # Many sessions begin with the same first page, so it identifies none.
+        """Return the number of the session that the request continues, or of a new session.
+
+        ``at`` is the request's time of arrival in seconds.
+        """
+        # Many sessions start with the same first page, such as a system prompt, so it is not used.
         session = next((self._last.pop(k) for k in reversed(request.keys[1:]) if k in self._last), None)
         if session is None:
             session = len(self._ends)
@@ -247,7 +272,10 @@ class Sessions:
         return session
 
     def answered(self, session: int, request: Request, at: float) -> float | None:
-        """Return when the next turn is expected, or None while nothing is known about the session."""
+        """Record that the answer to a request ended at time ``at``.
+
+        Return when the session's next request is expected, or None if the session has had only one turn.
+        """
         if request.keys:
             self._last[request.keys[-1]] = session
         self._ends[session] = at
@@ -260,18 +288,23 @@ Policy = Literal["none", "on-lookup", "ours", "oracle"]
 POLICIES: tuple[Policy, ...] = ("none", "on-lookup", "ours", "oracle")
 
 AHEAD = 32
-"""Most requests that are planned for at once."""
+"""Maximum number of requests in a plan."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Seconds and pages by request; ``makespan`` is from the first arrival to the end of the last answer."""
+    """Results of a run. Times are in seconds.
+
+    ``ttfts`` contains each request's time to first token. ``busy_s`` is the time that the server spent on prefill.
+    ``makespan`` is the time from the first arrival to the end of the last answer. ``brought``, ``useful`` and
+    ``late`` are explained at ``Ahead``. ``too_long`` is the number of requests left out because HBM is too small.
+    """
 
     stalls: list[float] = field(default_factory=list)
-    """Seconds that each request took beyond a prefill with all stored pages in HBM."""
+    """For each request, by how much its prefill took longer than it would have with all stored pages in HBM."""
     ttfts: list[float] = field(default_factory=list)
     causes: dict[str, float] = field(default_factory=dict)
-    """Seconds of stalls by the tier of the pages that ended them."""
+    """Sum of the stalls, by the name of the slowest tier that a late page of the request came from."""
     busy_s: float = 0.0
     makespan: float = 0.0
     brought: int = 0
@@ -281,7 +314,10 @@ class Outcome:
 
 
 class Server:
-    """One run of one policy over one trace with stretched times."""
+    """Simulation of one policy on one trace.
+
+    The arrival times in the trace are multiplied by ``stretch``. With 0, all requests arrive at once.
+    """
 
     def __init__(self, policy: Policy, sizes: Sizes, requests: Sequence[Request], stretch: float) -> None:
         self.outcome = Outcome()
@@ -304,7 +340,7 @@ class Server:
         self._stale = True
 
     def run(self, step: Callable[[int], None]) -> Outcome:
-        """Serve all requests. ``step`` is called after each."""
+        """Serve all requests and return the results. Call ``step(1)`` after each request."""
         for number, request in enumerate(self._requests):
             self._next = number
             start = self._head(number, request)
@@ -322,7 +358,7 @@ class Server:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def _head(self, number: int, request: Request) -> float:
-        """Wait until the request may start. Returns that time."""
+        """Advance the simulated time until the request can start, and return that time."""
         self._advance(max(self._at[number], self._free_at))
         while len(self._decoding) >= self._sizes.decode_slots or not self._fits(request):
             self._advance(self._decoding[0][0])
@@ -333,7 +369,7 @@ class Server:
         return len(pinned) + sum(key not in pinned for key in request.keys) <= self._sizes.hbm
 
     def _advance(self, to: float) -> None:
-        """Process all events until then: requests arrive, answers end, pages are brought up."""
+        """Advance the simulated time to ``to``, and process the arrivals, finished answers and copies up to then."""
         while True:
             come = self._at[self._come] if self._come < len(self._at) else inf
             ends = self._decoding[0][0] if self._decoding else inf
@@ -389,7 +425,10 @@ class Server:
     def _arrivals(
         self, keys: Sequence[PageKey], tiers: Sequence[Tier], start: float
     ) -> tuple[list[float], list[float]]:
-        """Return when each page would be in HBM and in host memory if all were loaded from now on."""
+        """Return when each page would arrive in HBM and when in host memory, if all loads were queued at ``start``.
+
+        For a page that is in HBM already, the time in host memory is ``start``.
+        """
         memory, sizes = self._memory, self._sizes
         link, disk = max(start, memory.link_free), max(start, memory.disk_free)
         there, read = [start] * len(tiers), [start] * len(tiers)
@@ -436,7 +475,10 @@ class Server:
         self._ahead.copy(self._now, until)
 
     def _wants(self) -> Iterator[Want]:
-        """Yield waiting requests as they will start, then those to come: known to the oracle, guessed by us."""
+        """Yield wants for the waiting requests, in the order in which they will start, and then for future ones.
+
+        The policy "oracle" takes future requests from the trace; the policy "ours" predicts them.
+        """
         first = self._next
         at = max(self._now, self._free_at)
         for number in range(first, min(self._come, first + AHEAD)):
@@ -464,7 +506,7 @@ class Server:
 
 
 def _few(wants: Iterator[Want], pages: int) -> list[Want]:
-    """Return the first wants: as many as HBM could hold at once, and one more."""
+    """Return the first wants, at most ``AHEAD``: those that fit into ``pages`` HBM pages together, and one more."""
     found: list[Want] = []
     for want in wants:
         found.append(want)
@@ -475,22 +517,25 @@ def _few(wants: Iterator[Want], pages: int) -> list[Want]:
 
 
 def p99(values: Sequence[float]) -> float:
-    """Return the 99th percentile."""
+    """Return the 99th percentile, or 0 if there are no values."""
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, 0 without values."""
+    """Return the mean, or 0 if there are no values."""
     return fmean(values) if values else 0.0
 
 
 PREFILL = Compute(2.28e-5, 4.33e-10)
-"""Seconds to prefill n tokens of an 8B model, ``2.28e-5 n + 4.33e-10 n n``, as measured on an H200."""
+"""Time to prefill n tokens of an 8B model in seconds, ``2.28e-5 n + 4.33e-10 n^2``, measured on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """Bytes per tier and bytes/s per edge; ``token_nbytes`` is the KV size."""
+    """Capacity of each tier in bytes, rate of each link in bytes/s, and size of a token's K and V in bytes.
+
+    ``nvme_bytes_per_s`` is the rate of reads from disk, ``link_bytes_per_s`` that of loads into HBM.
+    """
 
     hbm: int
     host: int
@@ -500,12 +545,17 @@ class Capacities:
     token_nbytes: int
 
     def sizes(self, block_tokens: int) -> Sizes:
-        """Return the sizes in pages of one block. ConfigError if a tier holds none."""
+        """Return the sizes of the simulated machine in pages of ``block_tokens`` tokens.
+
+        Raises:
+            ConfigError: A tier is too small for a page.
+        """
         page = block_tokens * self.token_nbytes
         for name in ("hbm", "host", "nvme"):
             if getattr(self, name) < page:
                 raise ConfigError(
-                    f"--{name} must be at least one block, {page} bytes, got {getattr(self, name)}"
+                    f"--{name} must be at least the size of one block ({exact_size(page)}), got "
+                    f"{exact_size(getattr(self, name))}"
                 )
         return Sizes(
             hbm=self.hbm // page,
@@ -520,12 +570,15 @@ class Capacities:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRow:
-    """One policy on one trace, in seconds. Stalls are beyond a prefill with all pages in HBM.
+    """Results of one policy on one trace. Times are in seconds.
 
-    ``utilisation`` is the least time to serve all requests (all there at once, loads on look-up), divided by
-    the time in which they arrive. ``prefill_share`` is the share of time with a request in prefill.
-    ``wasted`` is the share of pages brought up ahead of need that no request used. ``stall_by_source`` is in
-    seconds, by the tier of the slowest page.
+    A stall is the time by which a prefill takes longer than it would with all stored pages in HBM.
+    ``utilisation`` says how fast requests arrive. It is the time to serve the whole trace with the policy
+    "on-lookup" if all requests arrive at once, divided by the time over which they arrive.
+    ``prefill_share`` is the share of the time in which the server prefills. ``brought_pages`` is the number of
+    pages loaded ahead of need. ``wasted`` is the share of these that no request used, and ``late`` the share that
+    had not arrived when their request started. ``stall_by_source`` is the sum of the stalls, by the slowest tier
+    that a late page came from.
     """
 
     trace: str
@@ -544,7 +597,7 @@ class PrefetchRow:
     stall_by_source: dict[str, float]
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
@@ -554,7 +607,18 @@ def prefetch_rows(
     utilisations: Sequence[float],
     step: Callable[[str, int], None],
 ) -> Iterator[PrefetchRow]:
-    """Yield a row for every policy at every utilisation. ``step`` is called with the policy after each request."""
+    """Simulate every policy at every utilisation, and yield a row for each.
+
+    Args:
+        trace: The requests.
+        capacities: The simulated machine.
+        utilisations: How fast requests arrive. See ``PrefetchRow``.
+        step: Called after each request with the name of the policy and 1. The name is "at once" while the time to
+            serve the whole trace is determined.
+
+    Raises:
+        ConfigError: A tier is too small for a page.
+    """
     sizes, requests = capacities.sizes(trace.block_tokens), trace.requests
     span = requests[-1].at - requests[0].at if requests else 0.0
     full = Server("on-lookup", sizes, requests, 0.0).run(lambda served: step("at once", served)).makespan
@@ -589,5 +653,5 @@ def _row(
 
 
 def first(trace: Trace, number: int | None) -> Sequence[Request]:
-    """Return the first requests of a trace; None: all."""
+    """Return the first ``number`` requests of a trace, or all of them if ``number`` is None."""
     return trace.requests if number is None else trace.requests[:number]

@@ -1,4 +1,4 @@
-"""Raw files with direct I/O, aligned memory to read them into, and the top read rate of a disk."""
+"""The raw disk, as a ceiling for benchmarks: files with direct I/O, aligned memory, and the maximum read rate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from tierstore.nvme.direct_io import reserve
 from tierstore.page import ALIGNMENT, buffer
+from tierstore.threads import SharedFile
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,21 +25,28 @@ if TYPE_CHECKING:
 
 
 def aligned(rows: int, nbytes: int) -> Bytes:
-    """Return touched memory, in huge pages if possible. ``nbytes`` is a multiple of 4 KiB."""
+    """Return memory for direct I/O, uint8 ``[rows, nbytes]``, in huge pages if possible.
+
+    Every page has been touched, so page faults do not disturb measurements. ``nbytes`` must be a multiple of
+    4 KiB.
+    """
     memory = buffer(rows * nbytes)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
 
 
 def small_pages(rows: int, nbytes: int) -> Bytes:
-    """Return touched memory in pages of 4 KiB, which most programs use."""
+    """Return memory, uint8 ``[rows, nbytes]``, that consists of 4 KiB pages, as in most programs.
+
+    Every one of these pages has been touched, so page faults do not disturb measurements.
+    """
     memory = np.frombuffer(mmap.mmap(-1, rows * nbytes), dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
     return memory.reshape(rows, nbytes)
 
 
 def forget(path: Path) -> None:
-    """Write a file's pages out and drop them from the page cache."""
+    """Write a file's dirty pages to disk, and ask the kernel to drop the file from the page cache."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -47,7 +56,10 @@ def forget(path: Path) -> None:
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
-    """Create a file, with direct I/O if possible. Returns whether it is."""
+    """Create a file and open it for direct I/O, or for ordinary I/O if the file system does not support that.
+
+    Return the file descriptor and whether it uses direct I/O.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -64,17 +76,27 @@ def open_direct(path: Path) -> tuple[int, bool]:
 
 def whole(done: int, wanted: int) -> None:
     if done != wanted:
-        raise OSError(f"{done} bytes moved, {wanted} were requested")
+        raise OSError(f"only {exact_size(done)} of {exact_size(wanted)} were read or written")
 
 
 _BLOCK = 8 << 20
 
 
 class RawDisk:
-    """One preallocated file of ``nbytes``. ``direct``: whether it bypasses the page cache."""
+    """A file of random bytes, to measure how fast a disk can be read.
+
+    ``nbytes`` is the size of the file in bytes. ``direct`` is true if reads use direct I/O.
+    """
 
     def __init__(self, path: Path, nbytes: int, piece_nbytes: int, readers: int) -> None:
-        """Write the file durably. ``piece_nbytes`` is rounded up to 4 KiB."""
+        """Create the file, and return when its bytes are durable.
+
+        Args:
+            path: The path of the file. It must not exist.
+            nbytes: Size of the file in bytes, rounded down to whole pieces.
+            piece_nbytes: Number of bytes per read, rounded up to a multiple of 4 KiB.
+            readers: Number of threads that read.
+        """
         self._piece = -(-piece_nbytes // 4096) * 4096
         self._pieces = max(1, nbytes // self._piece)
         self.nbytes = self._pieces * self._piece
@@ -91,16 +113,18 @@ class RawDisk:
         os.fdatasync(self._fd)
 
     def gbps(self) -> float:
-        """Return the rate of reading the whole file in an order that defeats read-ahead."""
+        """Read the whole file once, in random order so that read-ahead does not help. Return the rate in GB/s."""
         order = list(range(self._pieces))
         Random(0).shuffle(order)
         if not self.direct:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
+        file = SharedFile(os.dup(self._fd))
+
         def some(reader: int) -> None:
             room = self._room[reader].data
             for piece in order[reader :: self._readers]:
-                whole(os.preadv(self._fd, [room], piece * self._piece), self._piece)
+                whole(os.preadv(file.fd, [room], piece * self._piece), self._piece)
 
         begun = perf_counter()
         with ThreadPoolExecutor(self._readers) as pool:
@@ -108,6 +132,6 @@ class RawDisk:
         return self.nbytes / (perf_counter() - begun) / 1e9
 
     def close(self) -> None:
-        """Remove the file."""
+        """Close the file and delete it."""
         os.close(self._fd)
         self._path.unlink()

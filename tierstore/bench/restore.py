@@ -1,9 +1,9 @@
-"""The host's share of a restore, without a GPU: the real store and copy engine over a simulated device.
+"""Benchmark of the CPU's share of a restore, without a GPU: the real store and copy engine on a simulated device.
 
-A lease on pages of an 8B model's shape is taken from HOST, asked for layer by layer, waited for and released, on
-one thread that does nothing else. The simulated device has streams, events and a driver that keep the time of a
-link of ``LINK_RATE`` and move nothing; everything above the driver's calls is real. The figures do not include the
-time of the driver's calls and of Triton's launches, which are counted.
+One thread acquires a lease on pages in host memory, waits for it layer by layer, and releases it. The pages
+have the shape of an 8B model's. The streams, events and driver of the simulated device take as long as a link
+with ``LINK_RATE``, but move no bytes. All code above the driver's calls is real. The measured times do not
+include driver calls and Triton launches; these are counted instead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 
 
 class PaperStream:
-    """A stream. ``free`` is the time at which its queued work ends, on the clock of ``perf_counter``."""
+    """A simulated CUDA stream.
+
+    ``free`` is the time in seconds at which its queued work finishes, on the clock of ``time.perf_counter``.
+    """
 
     device = torch.device("cpu")
 
@@ -61,37 +64,38 @@ class PaperStream:
         self.free = 0.0
 
     def wait_event(self, event: PaperEvent) -> None:
-        """Let work queued from now on begin after the event."""
+        """Delay work that is queued from now on until the event has completed."""
         self.free = max(self.free, event.at)
 
 
 class PaperEvent:
-    """An event that happens when its stream has done the work queued before it."""
+    """A simulated CUDA event. It completes when its stream has finished the work queued before ``record``."""
 
     def __init__(self) -> None:
         self.at = 0.0
 
     def record(self, stream: PaperStream) -> None:
-        """Record the event after the work queued so far."""
+        """Record the event on a stream, after the work queued there so far."""
         self.at = max(perf_counter(), stream.free)
 
     def query(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event has completed."""
         return perf_counter() >= self.at
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
+        """Block until the event has completed."""
         sleep(max(0.0, self.at - perf_counter()))
 
     def elapsed_time(self, end: PaperEvent) -> float:
-        """Return the milliseconds from this event to ``end``."""
+        """Return the time in milliseconds from the completion of this event to that of ``end``."""
         return (end.at - self.at) * 1e3
 
 
 class PaperDriver:
-    """A link of ``rate`` bytes/s, which may be changed, and counts of the calls.
+    """A simulated driver with a link of ``rate`` bytes/s. The rate may be changed.
 
-    A call takes no time of its own.
+    ``calls`` counts the calls to ``copy``, and ``pieces`` the pieces that they copied. A call itself takes no
+    time; the copies keep their stream busy.
     """
 
     def __init__(self, rate: float) -> None:
@@ -101,14 +105,17 @@ class PaperDriver:
     def copy(
         self, dst: NDArray[np.int64], src: NDArray[np.int64], nbytes: NDArray[np.int64], stream: PaperStream
     ) -> None:
-        """See ``Driver.copy``."""
+        """Queue copies on a stream. See ``Driver.copy``. No bytes are copied."""
         self.calls += 1
         self.pieces += len(dst)
         stream.free = max(perf_counter(), stream.free) + int(nbytes.sum()) / self.rate
 
 
 class PaperKernel:
-    """A Triton kernel that does nothing. ``arg_names`` are those of the real one."""
+    """A stand-in for a Triton kernel. It only counts its launches.
+
+    ``arg_names`` are the argument names of the real kernel.
+    """
 
     def __init__(self, arg_names: list[str]) -> None:
         self.arg_names = arg_names
@@ -122,31 +129,31 @@ class PaperKernel:
 
 
 class PaperCard:
-    """The part of a GPU that slabs need."""
+    """A simulated GPU with the operations that slabs use. See ``slabs.Card``."""
 
     def event(self) -> PaperEvent:
-        """See ``slabs.Card``."""
+        """Return a new event."""
         return PaperEvent()
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """See ``slabs.Card``."""
+        """Return ``nbytes`` zero bytes in CPU memory."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """See ``slabs.Card``."""
+        """Return the slot numbers as a tensor in CPU memory."""
         return torch.from_numpy(slots)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """See ``slabs.Card``."""
+        """Return one int32 zero per page, in CPU memory."""
         return torch.zeros(pages, dtype=torch.int32)
 
     def using(self, stream: PaperStream) -> AbstractContextManager[object]:
-        """See ``slabs.Card``."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
 
 class PaperHost:
-    """Host slots that are only addresses, all of them page-locked."""
+    """Simulated host slots: they have addresses but no memory. All of them count as page-locked."""
 
     pinning = False
 
@@ -155,12 +162,12 @@ class PaperHost:
         self.held = held
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the pages of these slots would start."""
+        """Return the simulated addresses at which the pages in these slots start."""
         return slots * self.held.slot_nbytes
 
 
 class PaperPool:
-    """HBM slots that are only numbers."""
+    """Simulated HBM slots: they have numbers but no memory."""
 
     def __init__(self, num_slots: int, page_nbytes: int) -> None:
         self.num_slots = num_slots
@@ -168,25 +175,28 @@ class PaperPool:
 
 
 class NoThreads:
-    """Replaces the copy engine for memory that is not page-locked, since all memory is page-locked here."""
+    """Stand-in for the engine that would copy from and to memory that is not page-locked.
+
+    It never has work, because all simulated memory counts as page-locked.
+    """
 
     polled = False
 
     def poll(self) -> list[Ack]:
-        """Return no acks."""
+        """Return an empty list, because nothing is copied."""
         return []
 
     def close(self, timeout_s: float) -> bool:
-        """Return True."""
+        """Return True, because no copies are in flight."""
         return True
 
     def arriving(self, slots: object, layer: int) -> Arriving:
-        """Return that the loads are unknown."""
+        """Return NOT_YET, because this engine has no loads."""
         return NOT_YET
 
 
 LINK_RATE = 54.6e9
-"""Bytes per second, as measured on an H200."""
+"""Rate of the simulated link in bytes/s. It was measured on an H200."""
 
 _PATIENCE_S = 60.0
 _SAVE_RATE = 1e15
@@ -197,14 +207,14 @@ Codec = Literal["none", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Layers and heads of the pages, those of an 8B model."""
+    """Page size in tokens and number of layers. The pages' other dimensions are those of an 8B model."""
 
     page_size: int
     num_layers: int = 32
 
     @property
     def spec(self) -> PageSpec:
-        """Return the pages in bfloat16."""
+        """Specification of the pages, which are in bfloat16."""
         return PageSpec(
             num_layers=self.num_layers,
             page_size=self.page_size,
@@ -216,17 +226,21 @@ class Shape:
 
 
 class Stopwatch:
-    """CPU time by part, of the thread that made it. A nested part does not count for the outer one."""
+    """Measures the CPU time of the thread that created it, separately for each named part of the work.
+
+    ``seconds`` contains the CPU time of each part. If one watched method calls another, the time of the inner
+    one counts only towards the inner one's part.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
-        """Number of calls by part, including those of other threads."""
+        """Number of calls of each part, including calls in other threads."""
         self._inner = [0.0]
         self._thread = get_ident()
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """Count calls of this method of this object for ``part``."""
+        """Replace a method of ``owner`` with a wrapper that adds its calls and CPU time to ``part``."""
         act = getattr(owner, method)
 
         def timed(*given: Any, **named: Any) -> Any:
@@ -245,14 +259,19 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def clear(self) -> None:
-        """Reset the figures."""
+        """Reset all times and counters to 0."""
         self.seconds.clear()
         self.calls.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """One restore: milliseconds from the call of ``acquire``, and microseconds of CPU time per page by part."""
+    """Times and counters of one restore.
+
+    ``acquired_ms``, ``first_layer_ms`` and ``whole_ms`` are the times from the call to ``acquire`` until it
+    returned, until the first layer had arrived, and until all layers had. ``link_ms`` is how long the link alone
+    needs for the bytes. ``parts`` is the CPU time per page in microseconds, by part of the work.
+    """
 
     acquired_ms: float
     first_layer_ms: float
@@ -266,7 +285,7 @@ class Restored:
 
 
 class Rig:
-    """A store over the simulated device whose HOST holds ``pages`` pages."""
+    """A store on the simulated device, with ``pages`` pages in host memory that can be restored repeatedly."""
 
     def __init__(self, pages: int, shape: Shape, codec: Codec) -> None:
         layout = PageLayout.of(shape.spec)
@@ -284,7 +303,11 @@ class Rig:
         self._watch(parts, engine)
 
     def restore(self) -> Restored:
-        """Restore once. RuntimeError unless all pages come from HOST."""
+        """Evict all pages from HBM and restore them once.
+
+        Raises:
+            RuntimeError: Not all pages came from host memory.
+        """
         self.store.evict(self.keys, Tier.HBM)
         self.store.drain(_PATIENCE_S)
         watch, driver = self.watch, self.driver
@@ -302,7 +325,7 @@ class Rig:
             event.synchronize()
         whole = perf_counter() - begun
         if lease.wait(_PATIENCE_S) is not LeaseState.READY or set(lease.tiers) != {Tier.HOST}:
-            raise RuntimeError("not all pages came from HOST")
+            raise RuntimeError("not all pages were restored from HOST")
         settled, named = thread_time(), dict(watch.seconds)
         lease.release()
         released = thread_time()
@@ -356,7 +379,7 @@ class Rig:
         return DmaRoute(addresses.pool_segments(0, layout), cast("Any", self.driver), layers, groups)
 
     def _coded(self, layout: PageLayout, held: HostFormat) -> Route:
-        """Return the route that ``encoded_routes.encoded_route`` makes for slots of our own."""
+        """Create the same route as ``encoded_routes.encoded_route`` does for the store's own slots."""
         card: Any = PaperCard()
         driver: Any = self.driver
         kernels: Any = _Kernels(self.kernels)
@@ -375,7 +398,7 @@ class Rig:
 
 
 class _Kernels:
-    """The part of the module ``codec_kernels`` that a coder needs."""
+    """Stand-in for the module ``codec_kernels``, with the kernels that a ``Coder`` uses."""
 
     def __init__(self, found: list[PaperKernel]) -> None:
         self.measure, self.pack, self.expand, self.keep = found
@@ -406,7 +429,17 @@ def _open(
 
 
 def rows(pages: int, page_size: int, codec: Codec, runs: int = 5) -> list[Row]:
-    """Return medians of ``runs`` restores, and for parts the minimum, which other programs disturb least."""
+    """Restore ``runs`` times, after one restore that is not counted, and return the results.
+
+    Times since ``acquire`` and counters are medians. CPU times of the parts are minima, because the fastest run
+    is the one that other programs disturbed least. Rows whose value is 0 are left out.
+
+    Args:
+        pages: Number of pages.
+        page_size: Number of tokens per page.
+        codec: The value of ``host.codec``.
+        runs: Number of restores.
+    """
     rig = Rig(pages, Shape(page_size), codec)
     try:
         with measurement.at_rest():

@@ -1,9 +1,11 @@
-"""The time to first token over a long stored prefix, compared with its floor and with recomputing.
+"""Benchmark of the time to first token after a long stored prefix, compared with a floor and with recomputing.
 
-A real model class with random weights answers through the transformers adapter. The floor depends on where the
-pages are: the link (their bytes at the rate of one contiguous page-locked copy), the disk (the bytes of their
-records at the rate at which the raw disk reads the same pieces), or computing the question (the same answer with
-all pages in HBM).
+A real model class with random weights answers through the transformers adapter. The floor is the shortest
+possible time. Which resource sets it depends on where the pages are:
+
+- Link: the time to copy the pages' bytes at the rate of one contiguous copy from page-locked memory.
+- Disk: the time to read the records' bytes at the rate at which the raw disk reads pieces of the same size.
+- Computing: the time of the same answer with all pages in HBM.
 """
 
 # transformers leaves some of its functions untyped:
@@ -27,14 +29,14 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 from tierstore.bench import measurement
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.bench.raw_disk import RawDisk
-from tierstore.config import format_size, load_config
+from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.gpu.device import open_device
 from tierstore.gpu.pool import GroupedPages
 from tierstore.host.free_memory import available_nbytes
 from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, PageKey, Tier
+from tierstore.types import LeaseState, PageKey, Tier, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +50,11 @@ _MOST_LOSS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a Llama."""
+    """Dimensions of a Llama model.
+
+    ``layers``, ``heads`` and ``kv_heads`` are the numbers of layers, of query heads and of KV heads. ``hidden`` and
+    ``ffn`` are the widths of the layers and of their feed-forward networks. ``vocabulary`` is the number of tokens.
+    """
 
     layers: int
     hidden: int
@@ -59,32 +65,39 @@ class Sizes:
 
     @property
     def flops_per_token(self) -> float:
-        """Return the operations of all products with weights, except those of the vocabulary."""
+        """Floating-point operations per token for all multiplications with weights, without the output layer."""
         head = self.hidden // self.heads
         kv = 2 * self.kv_heads * head
         return 2.0 * self.layers * self.hidden * (2 * self.hidden + kv + 3 * self.ffn)
 
     @property
     def weights_nbytes(self) -> int:
-        """Return the bytes of all weights in bfloat16; the vocabulary's count twice, as they are not tied."""
+        """Size of all weights in bfloat16, in bytes.
+
+        The embedding and the output layer do not share their weights, so both are counted.
+        """
         kv = 2 * self.kv_heads * self.head_dim
         layer = self.hidden * (2 * self.hidden + kv + 3 * self.ffn + 2)
         return 2 * (2 * self.vocabulary * self.hidden + self.layers * layer + self.hidden)
 
     @property
     def head_dim(self) -> int:
-        """Return the length of a head's K or V vector."""
+        """Number of elements in the K or V vector of one head and token."""
         return self.hidden // self.heads
 
     def chunk_nbytes(self, tokens: int) -> int:
-        """Estimate the memory to compute ``tokens`` tokens at once besides weights and pages, on the high side.
+        """Return a high estimate of the memory that computing ``tokens`` tokens at once takes, in bytes.
 
-        Eight times a layer's input and four times its feed-forward activations, in bfloat16.
+        The estimate is eight times the input of a layer plus four times its feed-forward activations, in
+        bfloat16. Weights and pages are not included.
         """
         return 2 * tokens * (8 * self.hidden + 4 * self.ffn)
 
     def flops(self, first: int, end: int) -> float:
-        """Return the operations of tokens ``first`` to ``end`` over all before them, and of one row of logits."""
+        """Return the number of floating-point operations needed to compute tokens ``first`` to ``end`` (exclusive).
+
+        Each token attends to itself and all earlier tokens. The logits of one token are included.
+        """
         seen = (end * (end + 1) - first * (first + 1)) / 2
         attention = 4.0 * self.layers * self.hidden * seen
         return (end - first) * self.flops_per_token + attention + 2.0 * self.hidden * self.vocabulary
@@ -97,7 +110,12 @@ SHAPES = {
 
 
 class Answered(NamedTuple):
-    """One answer: seconds to its first token from the call of ``acquire``, and from that of ``TierStoreCache``."""
+    """One answer.
+
+    ``seconds`` is the time from the call to ``acquire`` to the first token, and ``request_seconds`` the time from
+    the creation of ``TierStoreCache`` to the first token. ``token`` is the first token. ``reused`` is the number of
+    reused tokens, and ``tiers`` the tiers in which they were found.
+    """
 
     seconds: float
     request_seconds: float
@@ -107,7 +125,10 @@ class Answered(NamedTuple):
 
 
 class ClockedStore(TierStore):
-    """A store that notes when it is first asked for pages."""
+    """A store that records when ``acquire`` is first called.
+
+    ``asked_at`` is that time, on the clock of ``time.perf_counter``. Set it to None to record the next call.
+    """
 
     asked_at: float | None = None
 
@@ -120,14 +141,17 @@ class ClockedStore(TierStore):
         exact: bool = False,
         wait_for_room_s: float = 0.0,
     ) -> Lease:
-        """See ``TierStore.acquire``."""
+        """Record the time, unless a time is recorded already, and acquire pages. See ``TierStore.acquire``."""
         if self.asked_at is None:
             self.asked_at = perf_counter()
         return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
 
 
 def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
-    """Return a Llama in bfloat16 for prompts of up to ``longest`` tokens, with the same weights on every call."""
+    """Create a Llama model with random bfloat16 weights on ``device``, for up to ``longest`` tokens.
+
+    Every call creates the same weights on the same kind of device.
+    """
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
@@ -151,12 +175,18 @@ def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
 
 
 class Rig:
-    """A store with the K/V of a prefix: random numbers, which take the same time as computed ones."""
+    """A store that contains the pages of a prompt's prefix.
+
+    Their K and V are random numbers, which take as long to restore as real ones.
+    """
 
     def __init__(
         self, store: ClockedStore, model: PreTrainedModel, prompt: torch.Tensor, num_pages: int
     ) -> None:
-        """``prompt`` is ``[1, tokens]``; its first ``num_pages`` full pages are the prefix."""
+        """Put the first ``num_pages`` full pages of ``prompt``, ``[1, tokens]``, into the store.
+
+        Return once they have been saved to all tiers.
+        """
         self.store, self.model, self._prompt = store, model, prompt
         self.keys = store.keys(prompt[0].tolist())
         self.prefix = self.keys[:num_pages]
@@ -175,7 +205,13 @@ class Rig:
         store.drain(PATIENCE_S)
 
     def send_down(self, tier: Tier) -> None:
-        """Move the prefix to ``tier`` and below, and evict the pages that an answer added."""
+        """Evict the prefix from the tiers above ``tier``.
+
+        Pages that an answer has added after the prefix are evicted from all tiers.
+
+        Raises:
+            RuntimeError: Afterwards, ``tier`` is not the fastest tier of all pages of the prefix.
+        """
         self.store.evict(self.keys[len(self.prefix) :])
         for above in [t for t in Tier if t < tier]:
             self.store.evict(self.prefix, above)
@@ -183,11 +219,16 @@ class Rig:
         found = self.store.match(self.prefix)
         if found.num_pages < len(self.prefix) or set(found.tiers) != {tier}:
             raise RuntimeError(
-                f"the prefix is not in {tier.name}: {found.num_pages} pages in {set(found.tiers)}"
+                f"the prefix of {len(self.prefix)} pages is not in {tier.name} alone: {found.num_pages} pages were "
+                f"found, in {', '.join(sorted({each.name for each in found.tiers})) or 'no tier'}"
             )
 
     def answer(self) -> Answered:
-        """Return the first token of an answer, greedily by ``generate``. RuntimeError unless all pages are reused."""
+        """Generate the first token of an answer greedily, and measure how long that takes.
+
+        Raises:
+            RuntimeError: Not all pages of the prefix were reused.
+        """
         settle(self._pages.device)
         self.store.asked_at = None
         begun = perf_counter()
@@ -196,15 +237,18 @@ class Rig:
             ended = perf_counter()
             reused, tiers = cache.reused_tokens, frozenset(cache.reused_by_tier)
         if reused != len(self.prefix) * self._pages.shape[3]:
-            raise RuntimeError(f"only {reused} tokens were reused")
+            raise RuntimeError(
+                f"{reused} tokens were reused, but the prefix has {len(self.prefix) * self._pages.shape[3]}"
+            )
         asked = self.store.asked_at
         assert asked is not None
         return Answered(ended - asked, ended - begun, token, reused, tiers)
 
     def recomputed(self, chunk: int, most: int | None = None) -> float:
-        """Return the seconds to first token with nothing reused, computing ``chunk`` tokens at a time.
+        """Compute the prompt without reusing pages, ``chunk`` tokens at a time.
 
-        ``most`` limits the tokens, to warm up.
+        Return the time to the first token in seconds. If ``most`` is set, only that many tokens are computed, as
+        a warm-up.
         """
         prompt = self._prompt[:, :most]
         settle(self._pages.device)
@@ -219,21 +263,27 @@ class Rig:
             return perf_counter() - begun
 
     def checked(self, *, lossy: bool) -> float:
-        """Return the largest relative error of the pages in HBM.
+        """Load the prefix into HBM, check its bytes, and return the relative error of its first page.
 
-        RuntimeError unless they are what was put, or close to it.
+        Raises:
+            RuntimeError: Not all pages were loaded, a page differs from the one that was put, or, if ``lossy``,
+                the first page differs by more than 10 %.
         """
         with self.store.acquire(self.prefix) as lease:
             whole = lease.wait(PATIENCE_S) is LeaseState.READY and lease.num_pages == len(self.prefix)
             if not whole:
-                raise RuntimeError(f"only {lease.num_pages} pages came back: {lease.missing_because}")
+                raise RuntimeError(
+                    f"only {lease.num_pages} pages were loaded into HBM: {lease.missing_because}"
+                )
             first = self._pages[lease.slots[0]].float()
             want = self._first.float()
             error = float((first - want).norm() / want.norm())
             if not lossy and not torch.equal(self._summed(lease.slots), self._sums):
-                raise RuntimeError("pages came back with other bytes")
+                raise RuntimeError("restored pages have wrong bytes")
         if error > (_MOST_LOSS if lossy else 0.0):
-            raise RuntimeError(f"a page came back with a relative error of {error}")
+            raise RuntimeError(
+                f"the first restored page has a relative error of {error:.3g}, which is too large"
+            )
         return error
 
     def _summed(self, slots: list[int]) -> torch.Tensor:
@@ -243,7 +293,7 @@ class Rig:
 
 
 def first_token(model: PreTrainedModel, prompt: torch.Tensor, cache: TierStoreCache) -> int:
-    """Return the first token, on the host."""
+    """Generate one token greedily, wait for it, and return its ID."""
     given = {cache_argument(model): cache}
     out = model.generate(prompt, max_new_tokens=1, do_sample=False, **given)  # type: ignore[operator]
     return int(out[0, -1])
@@ -257,7 +307,15 @@ def rig(
     prefix: int,
     below: Mapping[str, Mapping[str, object]],
 ) -> Iterator[Rig]:
-    """Open a store with room for the prompt in HBM, and the tiers of ``below`` under it."""
+    """Open a store and fill it with the prompt's prefix, for the duration of a ``with`` block.
+
+    Args:
+        model: The model.
+        prompt: The token IDs of the prompt, ``[1, tokens]``.
+        page_size: Number of tokens per page.
+        prefix: Length of the prefix in tokens, rounded down to full pages.
+        below: Configuration sections of the tiers below HBM. HBM gets enough pages for the whole prompt.
+    """
     spec = page_spec(model.config, page_size, model.dtype, "tierstore-bench")
     pages = -(-prompt.shape[1] // page_size) + 1
     config = {"hbm": {"capacity": pages * spec.page_nbytes, "device": str(model.device)}, **below}
@@ -269,12 +327,19 @@ def rig(
 
 
 CHUNKS = (65536, 16384)
-"""Tokens to compute at a time if nothing is stored: the first number if the GPU has the memory."""
+"""Numbers of tokens to compute at a time when no page is reused.
+
+The first number is used if the device has enough memory for it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What to measure. ``prefix`` and ``question`` are in tokens; a prefix is cut to full pages."""
+    """Parameters of the benchmark.
+
+    ``shape`` is a name in ``SHAPES``. ``prefix`` and ``question`` are lengths in tokens; the prefix is rounded down
+    to full pages. ``page_size`` is in tokens. ``rounds`` is the number of answers per row.
+    """
 
     device: str
     shape: str
@@ -285,18 +350,22 @@ class Ask:
 
     @property
     def weights_nbytes(self) -> int:
-        """Return the bytes of the model."""
+        """Size of the model's weights in bytes."""
         return SHAPES[self.shape].weights_nbytes
 
     def pages_nbytes(self, prefix: int) -> int:
-        """Return the bytes of all pages of a prompt with this prefix, and one more."""
+        """Return the total size in bytes of the pages of a prompt with this prefix, plus one extra page."""
         sizes = SHAPES[self.shape]
         token = sizes.layers * 2 * sizes.kv_heads * sizes.head_dim * 2
         pages = -(-(prefix + self.question) // self.page_size) + 1
         return pages * self.page_size * token
 
     def require_room(self, disk_prefix: int) -> None:
-        """Raise ConfigError, before anything is created, unless model and pages of HBM and HOST fit in memory."""
+        """Raise ConfigError unless the model and the pages fit into device memory and host memory.
+
+        ``disk_prefix`` is the length of the prefix, in tokens, that is used when pages are on NVMe. Call this before
+        the model or a store is created.
+        """
         pages = self.pages_nbytes(max(self.prefix, disk_prefix))
         upper = self.weights_nbytes + pages
         free = open_device(self.device).available_nbytes()
@@ -305,7 +374,10 @@ class Ask:
         self._require("of memory", pages + (upper if free is None else 0), available_nbytes())
 
     def chunk(self, disk_prefix: int) -> int:
-        """Return the largest of ``CHUNKS`` for which the device has memory besides model and pages; else the last."""
+        """Return the largest of ``CHUNKS`` that fits into device memory alongside the model and the pages.
+
+        If none fits, return the last one.
+        """
         free = open_device(self.device).available_nbytes()
         upper = self.weights_nbytes + self.pages_nbytes(max(self.prefix, disk_prefix))
         left = 0 if free is None else free - upper
@@ -321,7 +393,10 @@ class Ask:
         )
 
     def prompt(self, prefix: int) -> torch.Tensor:
-        """Return the same tokens on every call, ``[1, prefix + question]``."""
+        """Return the token IDs of the prompt, ``[1, prefix + question]``, with the prefix rounded to full pages.
+
+        Every call with the same prefix returns the same random tokens.
+        """
         chance = torch.Generator().manual_seed(7)
         whole = prefix // self.page_size * self.page_size + self.question
         words = torch.randint(0, SHAPES[self.shape].vocabulary, (1, whole), generator=chance)
@@ -332,16 +407,19 @@ Floor = Literal["link", "disk", "compute", "none"]
 
 _CONTIGUOUS = 1 << 30
 _HELD = 0.6
-"""The largest share of a page's bytes that a fixed-ratio codec stores, with a reserve."""
+"""Capacity of host memory with a codec, as a share of the capacity without one. Includes a reserve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftRow:
-    """Medians of the rounds. ``ttft_ms`` runs from the call of ``acquire`` to the first token on the host.
+    """One row of the TTFT benchmark. Times are medians over the rounds.
 
-    ``request_ms`` starts with the prompt's tokens, before their keys are made. ``floor_ms`` is the least time
-    that the resource ``floor`` allows, and ``ratio`` is ``ttft_ms`` divided by it. ``nbytes`` is the number
-    of bytes moved from disk or over the link.
+    ``ttft_ms`` is the time from the call to ``acquire`` until the first token is on the host. ``least_ms`` and
+    ``most_ms`` are the shortest and the longest of these times. ``request_ms`` also includes computing the page
+    keys from the prompt's tokens. ``floor_ms`` is the shortest time that the resource ``floor`` allows, and
+    ``ratio`` is ``ttft_ms`` divided by ``floor_ms``. ``nbytes`` is the number of bytes read from disk or copied
+    over the link. ``ceiling_gbps`` is the rate of the disk or the link in GB/s. ``rel_error`` is the relative
+    error of the first restored page.
     """
 
     tier: str
@@ -351,7 +429,7 @@ class TtftRow:
     rounds: int
     ttft_ms: float
     each_ms: tuple[float, ...]
-    """TTFT of each round, in order."""
+    """Time to first token of each round in milliseconds, in the order of the rounds."""
     least_ms: float
     most_ms: float
     request_ms: float
@@ -359,26 +437,29 @@ class TtftRow:
     floor: Floor
     floor_ms: float
     each_floor_ms: tuple[float, ...] = ()
-    """Floor of each round, if each has its own: from the raw disk before and after the round."""
+    """Floor of each round in milliseconds. Only rows for NVME have one per round; see ``Bench.disk_row``."""
     ratio: float
     ceiling_gbps: float
     same_token: bool
-    """Whether the token is the same as with all pages in HBM."""
+    """Whether all rounds gave the same first token as the first row with this prefix."""
     rel_error: float
     tflops: float = 0.0
-    """Rate of computing the prompt, ``chunk`` tokens at a time."""
+    """Rate of recomputing the prompt in TFLOP/s, ``chunk`` tokens at a time. 0 in all other rows."""
     chunk: int = 0
 
     def plain(self) -> dict[str, object]:
-        """Return the row for JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self)
 
 
 class Bench:
-    """One model on one device. ``link_gbps`` is the median rate of contiguous copies to the device."""
+    """The benchmark with one model on one device.
+
+    ``link_gbps`` is the median rate of contiguous copies from page-locked memory to the device, in GB/s.
+    """
 
     def __init__(self, ask: Ask) -> None:
-        """Create the model. ConfigError if the device does not exist."""
+        """Measure the link and create the model. Raises ConfigError if the device does not exist."""
         self.ask = ask
         block = Ceiling(ask.device, min(_CONTIGUOUS, ask.prefix * 4096))
         block.gbps("h2d")
@@ -387,15 +468,18 @@ class Bench:
         self._model = random_model(SHAPES[ask.shape], ask.device, ask.prefix + ask.question + ask.page_size)
         self._hit_s = 0.0
         self._token: dict[int, int] = {}
-        """First token with all pages in HBM, by length of prefix."""
+        """For each prefix length, the first token that the first row with this length produced."""
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the model."""
+        """Number of parameters of the model."""
         return self._model.num_parameters()
 
     def memory_rows(self, chunks: Sequence[int]) -> Iterator[TtftRow]:
-        """Yield rows of HBM and plain HOST, and of the whole prompt computed once with chunks of each size."""
+        """Yield the rows for pages in HBM, for pages in host memory without a codec, and for recomputing.
+
+        For recomputing, there is one row for each number in ``chunks``, the number of tokens to compute at a time.
+        """
         with self._rig(self.ask.prefix, {"host": self._host(self.ask.prefix)}) as store:
             hits = self._answers(store, Tier.HBM)
             self._hit_s = median(each.seconds for each in hits)
@@ -412,7 +496,7 @@ class Bench:
                 yield self._recomputed(store, chunk)
 
     def coded_row(self, codec: str) -> TtftRow:
-        """Measure HOST with encoded pages."""
+        """Return the row for pages in host memory that are encoded with ``codec``."""
         held = {"host": {**self._host(self.ask.prefix, _HELD), "codec": codec}}
         with self._rig(self.ask.prefix, held) as store:
             found = self._answers(store, Tier.HOST)
@@ -421,17 +505,22 @@ class Bench:
             return self._row("HOST", codec, self.ask.prefix, found, moved, self._link(moved), error)
 
     def disk_row(self, codec: str, prefix: int, place: Path, readers: int) -> TtftRow:
-        """Measure NVMe in ``place``, which is created and removed.
+        """Return the row for pages on NVMe.
 
-        With a lossy codec, host memory holds encoded pages.
+        A raw file is read before each round and after the last one. The floor of a round is the mean of the
+        reads before and after it, because a disk's speed changes over time. ``ratio`` is the median of the
+        rounds' ratios.
 
-        A raw file is read before each round and after the last. The floor of a round is the mean of its two
-        neighbours, as a disk's speed changes over time; ``ratio`` is the median of the rounds'.
+        Args:
+            codec: The value of ``nvme.codec``. With a lossy codec, pages in host memory are encoded too.
+            prefix: Length of the prefix in tokens.
+            place: Directory for the store and the raw file. It is created, and removed at the end.
+            readers: Number of threads that read.
         """
         place.mkdir()
         lossy = codec not in ("none", "exp")
         host = self._host(prefix)
-        if lossy:  # as a user would set it: pages stay encoded up to the device, which decodes them
+        if lossy:  # pages then stay encoded in host memory, and the device decodes them; users would set this
             host = {**self._host(prefix, _HELD), "codec": codec.removesuffix("+zstd")}
         nvme: dict[str, object] = {
             "path": str(place / "store"),
@@ -459,7 +548,7 @@ class Bench:
         finally:
             shutil.rmtree(place)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------
 
     def _rig(self, prefix: int, below: Mapping[str, Mapping[str, object]]) -> AbstractContextManager[Rig]:
         return rig(self._model, self.ask.prompt(prefix), self.ask.page_size, prefix, below)
@@ -469,7 +558,13 @@ class Bench:
         return {"capacity": int(self.ask.pages_nbytes(prefix) * share), "pin": pin}
 
     def _answers(self, store: Rig, tier: Tier, between: Callable[[], None] = lambda: None) -> list[Answered]:
-        """Return the answers of the rounds after one that is not counted, calling ``between`` before each."""
+        """Answer once per round with the prefix in ``tier``, after one answer that is not counted.
+
+        ``between`` is called before each counted round.
+
+        Raises:
+            RuntimeError: Reused pages came from another tier.
+        """
         found: list[Answered] = []
         for _ in range(self.ask.rounds + 1):
             store.send_down(tier)
@@ -477,7 +572,10 @@ class Bench:
                 between()
             found.append(store.answer())
             if found[-1].tiers != {tier}:
-                raise RuntimeError(f"pages came from {found[-1].tiers}, not from {tier.name}")
+                raise RuntimeError(
+                    f"pages came from {', '.join(sorted(each.name for each in found[-1].tiers))}, "
+                    f"expected only {tier.name}"
+                )
         return found[1:]
 
     def _link(self, nbytes: int) -> tuple[Floor, float, float]:
@@ -521,7 +619,7 @@ class Bench:
         )
 
     def _recomputed(self, store: Rig, chunk: int) -> TtftRow:
-        """Measure one round after three chunks to warm up, as it takes long."""
+        """Compute three chunks as a warm-up, then the whole prompt once, because repeating it would take too long."""
         store.recomputed(chunk, 3 * chunk)
         seconds = store.recomputed(chunk)
         end = len(store.prefix) * self.ask.page_size + self.ask.question

@@ -1,8 +1,13 @@
 """The command line: ``tierstore COMMAND``.
 
-With ``--json``, the last line on standard output is one JSON object. Progress goes to standard error. Exit codes: 0
-for success; 1 if the command ran and found something wrong (a bad record, a failed check, an answer of no); 2 if it
-could not run as asked (an unknown option, a directory that is in use or not a store's); 130 if it was interrupted.
+With ``--json``, the last line on standard output is one JSON object. Progress is printed to standard error.
+
+Exit codes:
+
+- 0: The command succeeded.
+- 1: The command ran and found a problem, such as a bad record or a failed check, or the user declined to confirm.
+- 2: The command could not run as requested, for example because of an unknown option or a directory in use.
+- 130: The command was interrupted.
 """
 
 from __future__ import annotations
@@ -18,14 +23,14 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the ``tierstore`` script.
+    """Run the command line. This is the entry point of the ``tierstore`` script.
 
-    An interrupt while modules load ends it at once: there is nothing to clean up yet.
+    Ctrl+C while modules are being imported ends the process at once, because there is nothing to clean up yet.
     """
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    from tierstore.cli.app import main as run  # takes most of the time of a short command
+    from tierstore.cli.app import main as run  # this import takes most of the time of a short command
 
     try:
         signal.signal(signal.SIGINT, usual)
@@ -35,5 +40,5 @@ def main() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    # Not an exception: an import may turn it into another one, or swallow it.
+    # Do not raise an exception instead: code that imports modules may catch it.
     os._exit(_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Assemble the application ``tierstore`` from its commands and run it; signals, version and exit codes."""
+"""The ``tierstore`` application: collects the commands, runs one, and handles signals and exit codes."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def options(
 
 
 def main() -> None:
-    """Run the ``tierstore`` script.
+    """Run the command that the arguments name.
 
-    SIGTERM and SIGHUP end a command like an interrupt: it cleans up first. If standard output cannot be written,
-    the command prints one line on standard error and ends with exit code 2.
+    SIGTERM and SIGHUP make the command clean up and exit, as Ctrl+C does. If writing to standard output fails,
+    one line is printed to standard error and the exit code is 2.
     """
     ending = _Ending()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -72,24 +72,27 @@ def main() -> None:
 
 
 class _Ending:
-    """End the command by SystemExit, raised again each second if it was lost.
+    """Signal handlers that end the command.
 
-    A library may drop what a signal handler raises: ``except:`` around an import, an attribute looked up from C, an
-    object being finalized.
+    They raise SystemExit, and raise it again every second until it takes effect, because a library may drop an
+    exception that a signal handler raises: in an ``except:`` around an import, in an attribute lookup from C, or
+    in a finalizer.
     """
 
     def __init__(self) -> None:
         self._leaving = SystemExit()
 
     def begin(self, number: int, _: FrameType | None) -> NoReturn:
-        """Handle the first signal, and any later one: it also ends a clean-up that takes too long."""
+        """Handle a termination signal: raise SystemExit. A second signal interrupts the clean-up."""
         self._leaving = SystemExit(128 + number)
-        signal.signal(signal.SIGALRM, self.insist)  # not before: until then it is no signal of ours
+        signal.signal(
+            signal.SIGALRM, self.insist
+        )  # not set earlier, because a command may use SIGALRM itself
         signal.setitimer(signal.ITIMER_REAL, _INSIST_S, _INSIST_S)
         raise self._leaving
 
     def insist(self, _number: int, _frame: FrameType | None) -> None:
-        """Raise again, unless the command is cleaning up because of the exception raised before."""
+        """Handle the timer: raise SystemExit again, unless the command is already cleaning up after the last one."""
         error = sys.exception()
         while error is not None:
             if error is self._leaving:
@@ -103,7 +106,11 @@ _INSIST_S = 1.0
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Send SIGINT again if Python dropped KeyboardInterrupt because an object was being finalized."""
+    """Handle exceptions that Python ignored in finalizers. See ``sys.unraisablehook``.
+
+    After a KeyboardInterrupt, send SIGINT to this process again. Ignore a SystemExit, because ``_Ending`` raises it
+    again.
+    """
     if not isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(ignored)
     elif isinstance(ignored.exc_value, KeyboardInterrupt):
@@ -141,7 +148,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Measure": {"replay": replay},
     "Try it": {"demo": demo, "compare": compare},
 }
-"""Every command by the heading under which the help text and the documentation list it; also ``bench``."""
+"""All commands except ``bench``, grouped under headings for the help text and the documentation."""
 
 for _heading, _commands in _GROUPS.items():
     for _name, _command in _commands.items():

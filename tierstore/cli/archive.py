@@ -1,29 +1,26 @@
-"""``export`` and ``import``: copy pages of a closed store to one file, and from such a file into another store."""
+"""The commands ``export`` and ``import``, which copy pages from a closed store to a portable file and back."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from tierstore.cli.output import (
-    Json,
-    format_size,
-    print_json,
-    progress,
-    refusals,
-    require_file,
-    require_place,
-)
+from tierstore.cli.output import Json, print_json, progress, refusals, require_file, require_place
+from tierstore.demo.model import require_model
 from tierstore.errors import ArchiveError, ConfigError
+from tierstore.types import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
+    from types import FrameType
 
     from tierstore.archive.closed_store import ClosedSource, Shard
     from tierstore.archive.export import Exported
@@ -35,6 +32,12 @@ if TYPE_CHECKING:
 
 Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme section is used.")]
 _SHOWN_KEYS = 20
+_READ_FIRST = (
+    "Let the model read it first: give it to `tierstore serve` with this configuration (POST /v1/documents), or run it "
+    "through a TierStoreCache. Then stop that program and export again. What was read with a salt, a tenant's key or "
+    "extras has other keys: list them in a file for --keys"
+)
+"""Advice in the error message about a document that no model has read."""
 
 
 def export(
@@ -50,11 +53,13 @@ def export(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Model that read the document of --doc: smollm2, gemma3, or a model's folder."),
+        typer.Option(help="Model that computed the document of --doc: smollm2, gemma3, or a model's folder."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="dtype in which --model computes. Default: that of the pages in the directory."),
+        typer.Option(
+            help="dtype in which --model computes. Default: the dtype of the pages in the directory."
+        ),
     ] = None,
     fingerprint: Annotated[
         str, typer.Option(help="First digits of a fingerprint, if the directory has several models.")
@@ -64,10 +69,8 @@ def export(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Write pages of a closed store to one portable file, unchanged. Exit code 1 if some pages are missing."""
+    """Copy pages of a closed store, unchanged, to a portable file. Exit code 1 if some pages could not be copied."""
     with refusals(as_json):
-        import asyncio
-
         from tierstore.archive import closed_store
         from tierstore.archive.export import write_archive
 
@@ -77,7 +80,12 @@ def export(
             )
         path = _nvme(config).path
         require_place("OUT", out)
+        if doc is not None and model is not None:
+            require_file("--doc", doc, "a text file")
+            require_model(model)
         listed = None if keys is None else _keys(keys)
+        if doc is not None and (not path.exists() or (path.is_dir() and not any(path.iterdir()))):
+            raise ConfigError(f"no store has used {path} yet, so {model} has not read {doc}. {_READ_FIRST}")
         shards = [
             each for each in closed_store.shards_of(path) if each.directory.name.startswith(fingerprint)
         ]
@@ -87,7 +95,12 @@ def export(
         with closed_store.open_source(_only(shards, path, document)) as source, _bar("exported") as show:
             _choose(source, path, listed, loss_class)
             wanted = listed or (source.keys() if document is None else document.keys(source))
-            done = asyncio.run(write_archive(out, wanted, source, show))
+            if not wanted and document is not None:
+                raise ConfigError(
+                    f"no stored page begins with the document {doc}: {model} has not read it into {path}, neither as "
+                    f"the first words of a chat nor on its own. {_READ_FIRST}"
+                )
+            done = _run(write_archive(out, wanted, source, show))
     _say_exported(done)
     if as_json:
         print_json({"ok": not done.missing, **asdict(done)})
@@ -98,20 +111,22 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File that export wrote.")],
     config: Config,
     new_model: Annotated[
-        bool, typer.Option("--new-model", help="Allow a new model beside the others in the directory.")
+        bool,
+        typer.Option("--new-model", help="Allow pages of a model that the directory does not contain yet."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Import the valid pages of a file into a closed store. Exit code 1 if a page is still missing then."""
-    with refusals(as_json):
-        import asyncio
+    """Import pages into a closed store from a file that export wrote.
 
+    Damaged pages are left out. Exit code 1 if the store does not have all pages of the file afterwards.
+    """
+    with refusals(as_json):
         from tierstore.archive import closed_store, intake
         from tierstore.config import load_config
 
         settings, nvme = load_config(config), _nvme(config)
         require_file("FILE", file, "a file that `tierstore export` wrote")
-        description = asyncio.run(intake.read_contents(file)).description
+        description = _run(intake.read_contents(file)).description
         allowed, found = settings.page_size, description.layout.page_size
         if allowed not in (None, found):
             raise ArchiveError(
@@ -125,11 +140,47 @@ def import_(
             ) as sink,
             _bar("imported") as show,
         ):
-            done = asyncio.run(intake.read_archive(file, sink, show))
+            done = _run(intake.read_archive(file, sink, show))
     _say_imported(done)
     if as_json:
         print_json({"ok": done.complete, **asdict(done)})
     raise typer.Exit(0 if done.complete else 1)
+
+
+_T = TypeVar("_T")
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine and return its result. Ctrl+C cancels it; pressing Ctrl+C again has no further effect.
+
+    With ``asyncio.run`` alone, a second Ctrl+C would raise KeyboardInterrupt at any point of the event loop, for
+    example while the coroutine cleans up after the first.
+
+    Raises:
+        KeyboardInterrupt: The coroutine was cancelled.
+    """
+    import asyncio
+
+    async def cancellable() -> _T:
+        usual = signal.getsignal(signal.SIGINT)
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def cancel(_number: int, _frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(task.cancel)
+
+        if current_thread() is main_thread() and callable(usual):
+            signal.signal(signal.SIGINT, cancel)
+        try:
+            return await work
+        finally:
+            if signal.getsignal(signal.SIGINT) is cancel:
+                signal.signal(signal.SIGINT, usual)
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _require_known(path: Path, description: Description, file: Path) -> None:
@@ -149,7 +200,7 @@ def _nvme(config: Path) -> NvmeConfig:
     nvme = load_config(config).nvme
     if nvme is None:
         raise ConfigError(
-            f"{config}: the configuration has no nvme section, which names the store's directory"
+            f"{config}: the configuration has no nvme section; add one with the store's directory as its path"
         )
     return nvme
 
@@ -159,7 +210,8 @@ def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Sha
         return shards[0]
     whose = "with this fingerprint" if document is None else f"of {document.model} in {document.dtype}"
     if not shards:
-        raise ConfigError(f"{path} has no pages {whose}; `tierstore inspect` lists what it has")
+        do = "`tierstore inspect` lists what it has" + ("" if document is None else f". {_READ_FIRST}")
+        raise ConfigError(f"{path} has no pages {whose}; {do}")
     there = ", ".join(f"{shard.directory.name[:12]}: {shard.description.models[:40]}" for shard in shards)
     raise ConfigError(
         f"{path} has {len(shards)} directories with pages {whose} ({there}); choose one with --fingerprint"
@@ -167,14 +219,17 @@ def _only(shards: Sequence[Shard], path: Path, document: Document | None) -> Sha
 
 
 def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss_class: str) -> None:
-    """Choose the one loss class of the file. Pages of two classes must not stand for each other, but their keys are
-    equal.
+    """Select the loss class whose pages are exported. A file contains pages of one class only.
+
+    Raises:
+        ConfigError: The store has no pages of ``loss_class``, or it has several classes and none was chosen.
     """
     found = source.classes(listed)
     there = ", ".join(f"{name}: {count}" for name, count in found.items())
     if loss_class and found and loss_class not in found:
         raise ConfigError(
-            f"--loss-class must be one of {', '.join(found)}, got {loss_class!r}: {path} has no other of these pages"
+            f"--loss-class must be one of {', '.join(found)}, the classes of this model's pages in {path}, "
+            f"got {loss_class!r}"
         )
     if not loss_class and len(found) > 1:
         raise ConfigError(f"{path} has pages of several loss classes ({there}); choose one with --loss-class")
@@ -183,14 +238,14 @@ def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss
 
 
 def _document(doc: Path, model: str, dtype: str | None, shards: Sequence[Shard]) -> Document:
-    require_file("--doc", doc, "a text file")
     if find_spec("transformers") is None:
-        raise ConfigError("--doc needs transformers: run pip install -e '.[hf]' in the checkout")
-    from tierstore.cli.document_keys import Document
-
+        raise ConfigError("--doc needs transformers: run pip install 'tierstore[hf]'")
     there = sorted({spec.dtype for shard in shards for spec in shard.description.layout.specs})
     if dtype is None and len(there) > 1:
         raise ConfigError(f"the directory has pages of {' and '.join(there)}; choose one with --dtype")
+    progress.print("importing torch and transformers")
+    from tierstore.cli.document_keys import Document
+
     return Document(doc, model, dtype or (there[0] if there else "float32"))
 
 
@@ -218,13 +273,16 @@ def _keys(path: Path) -> list[PageKey]:
             )
         found.append(PageKey(key))
     if not found:
-        raise ConfigError(f"{path} has no keys, expected keys in hex, one per line")
+        raise ConfigError(f"{path} has no keys; it must contain keys in hex, one per line")
     return found
 
 
 def _say_exported(done: Exported) -> None:
-    codecs = ", ".join(f"{count} with codec {name}" for name, count in done.codecs.items())
-    typer.echo(f"{done.path}: {done.pages} pages ({codecs}), {format_size(done.nbytes)}")
+    kept = [
+        f"{count} not compressed (codec none)" if name == "none" else f"{count} with codec {name}"
+        for name, count in done.codecs.items()
+    ]
+    typer.echo(f"{done.path}: {format_size(done.nbytes)}, {done.pages} pages: {', '.join(kept)}")
     _say_keys("not exported", [(key, reason) for key, reason in done.missing])
 
 
@@ -244,7 +302,7 @@ def _say_keys(what: str, keys: Sequence[tuple[PageKey, str]]) -> None:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar; the result moves it."""
+    """Show a progress bar on standard error, and yield a function ``update(done, total)`` that updates it."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())

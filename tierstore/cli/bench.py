@@ -1,4 +1,7 @@
-"""``bench``: measure this machine and this store. A missed goal is reported as a figure, not as an error."""
+"""The ``bench`` commands, which measure this machine and the store.
+
+A missed goal is shown in the output, but does not change the exit code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from rich.table import Table
 from tierstore.cli.output import (
     Json,
     finite,
-    format_size,
     is_checkout,
     print_json,
     progress,
@@ -35,7 +37,7 @@ from tierstore.cli.replay import _files
 from tierstore.demo.documents import COMMON_LICENCES, DocumentError, find_documents, require_texts
 from tierstore.demo.model import ALLOWED, SMOLLM2, ModelError, is_prepared, model_folder, prepared_folder
 from tierstore.errors import ConfigError
-from tierstore.types import MOST_READERS
+from tierstore.types import MOST_READERS, exact_size, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,25 +58,27 @@ if TYPE_CHECKING:
     from tierstore.bench.ttft import TtftRow
 
 PAYLOADS = ["lmdb", "extents"]
-"""The layouts in which the NVMe tier may store page bytes."""
+"""Values of ``nvme.payload`` that are measured."""
 
 BLOCK_NBYTES = 4096
-"""Block of a disk: direct I/O reads and writes whole blocks."""
+"""Size of a disk block in bytes. Direct I/O reads and writes only whole blocks."""
 
 PAGE_NBYTES = 300
-"""Least Python memory of a page in the directory's tables."""
+"""Minimum memory in bytes that the store's Python tables need per page."""
 
 bench = typer.Typer(help="Measure this machine and this store.", no_args_is_help=True)
 
 
 @bench.callback()
 def group() -> None:
-    """Measure this machine and this store."""
+    """Measure this machine, and how fast TierStore is on it."""
 
 
 @bench.command()
 def core(
-    pages: Annotated[int, typer.Option(min=1, help="Pages of the sequence that is matched and held.")] = 6250,
+    pages: Annotated[
+        int, typer.Option(min=1, help="Pages of the sequence that is matched and leased.")
+    ] = 6250,
     put_pages: Annotated[
         int, typer.Option(min=1, help="Pages to put while lock hold times are measured.")
     ] = 10_000,
@@ -89,13 +93,14 @@ def core(
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Measure the metadata core: time and memory per page, longest lock hold, opening a large catalogue.
+    """Measure the metadata core: time and memory per page, longest lock hold, and time to open a large catalogue.
 
-    Also measures the host's share of a restore from HOST, of plain and of int8 pages, compared with the time a link
-    would take to carry them, and how long the vLLM connector takes in the scheduler for as many blocks.
+    Also measures how much CPU time a restore from HOST takes, without a codec and with int8, compared with the
+    time of the transfer itself. For the same number of blocks, it measures the time that the vLLM connector
+    needs in vLLM's scheduler.
 
-    Takes about two minutes at full size. Needs free disk space for the nominal size of the catalogue, a sparse
-    file.
+    Takes about two minutes with the default sizes. The catalogue is a sparse file, but the disk must have free
+    space for its full size.
     """
     from tierstore.bench import core as measured
     from tierstore.bench import measurement, restore
@@ -148,10 +153,11 @@ def nvme(
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Compare the disk tier with the raw disk, plain LMDB and a file per page; measure the stalls of a serving thread.
+    """Compare the NVME tier with the raw disk, with plain LMDB, and with one file per page.
 
-    At full size it writes about 100 GiB and takes a few minutes, longer on a slow disk. It uses at most 3 GiB at a
-    time.
+    Also measures how long other threads of the process stall while pages are written and read. With the default
+    sizes, it writes about 100 GiB in all, uses at most 3 GiB of disk space at a time, and takes a few minutes, or
+    longer on a slow disk.
     """
     from rich.progress import track
 
@@ -194,11 +200,15 @@ def nvme(
 
 
 def _page_sizes(option: str, text: str) -> list[int]:
-    """Parse sizes separated by commas. ConfigError unless each is a size and a multiple of a disk block."""
+    """Parse sizes separated by commas, and return them in bytes.
+
+    Raises:
+        ConfigError: A size is invalid or not a multiple of a disk block.
+    """
     sizes = [size_of(option, part) for part in text.split(",")]
     if any(size % BLOCK_NBYTES for size in sizes):
         raise ConfigError(
-            f"{option} must be multiples of {BLOCK_NBYTES} bytes, separated by commas, got {text!r}"
+            f"{option} must be multiples of {exact_size(BLOCK_NBYTES)}, separated by commas, got {text!r}"
         )
     return sizes
 
@@ -244,7 +254,7 @@ def _disk_table(found: list[DiskRow], name: str) -> Table:
 
 
 def table_of(title: str, found: Sequence[Row]) -> Table:
-    """Return a table with one line per figure."""
+    """Return a table with one line for each ``Row``."""
     table = Table("what", "found", "", "goal", "", box=None, header_style="bold", title=title)
     for row in found:
         table.add_row(row.what, f"{row.value:.2f}", row.unit, row.goal_text, "" if row.ok else "missed")
@@ -283,7 +293,10 @@ def copy(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Copy scattered pages between HBM and page-locked memory, relative to one contiguous copy in the same process."""
+    """Measure how fast scattered pages are copied between HBM and page-locked host memory.
+
+    The rate is compared with that of one contiguous copy in the same process.
+    """
     if codec:
         _coded_copies(device, codec, pieces, batch, contiguous, pairs, as_json)
         return
@@ -335,7 +348,7 @@ def _coded_copies(
         sizes, nbytes = [size for size in given if size % TOKEN_NBYTES == 0], size_of("--batch", batch)
         if not sizes:
             raise ConfigError(
-                f"--pieces with --codec must be multiples of {TOKEN_NBYTES} bytes, got {pieces!r}"
+                f"--pieces with --codec must be multiples of {exact_size(TOKEN_NBYTES)}, got {pieces!r}"
             )
         require_codec(codec)
         block = size_of("--contiguous", contiguous)
@@ -360,11 +373,11 @@ def _coded_copies(
 def arena(
     device: Device = "cuda:0",
     size: Annotated[
-        str, typer.Option(help="Bytes. Default: 64 GiB, or half of the free memory if that is less.")
+        str, typer.Option(help="Bytes to pin. Default: 64 GiB, or half of the free memory if that is less.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Measure how soon page-locked host memory can be used, compared with torch's own."""
+    """Measure how soon the store's host memory can be used and is page-locked, compared with memory from torch."""
     from tierstore.bench.arena import arena_rows, default_nbytes
 
     with refusals(as_json):
@@ -397,17 +410,17 @@ def attention(
         str, typer.Option(help="Numbers of sequences that decode together, separated by commas.")
     ] = "1,16",
     suffixes: Annotated[
-        str, typer.Option(help="Numbers of new tokens over the context, separated by commas.")
+        str, typer.Option(help="Numbers of new tokens that follow the context, separated by commas.")
     ] = "64,4096",
     layers: Annotated[int, typer.Option(min=1, help="Layers of a page and of a decoding step.")] = 32,
-    filled: Annotated[int, typer.Option(min=1, help="Layers that new tokens go through in one run.")] = 4,
+    filled: Annotated[int, typer.Option(min=1, help="Layers that compute the new tokens in one run.")] = 4,
     page_size: Annotated[
         int, typer.Option(min=1, help="Tokens per page, of 4 KiB per token and layer.")
     ] = 64,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median is reported.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Compare attention of an 8B model over pages with SDPA's best kernel over contiguous K and V."""
+    """Compare attention over pages with torch's fastest SDPA kernel over contiguous K and V, for an 8B model."""
     from tierstore.bench.attention import Pool, decode_row, prefill_row
 
     found: list[AttentionRow] = []
@@ -438,7 +451,7 @@ def _numbers(option: str, words: str) -> list[int]:
     except ValueError:
         found = [0]
     if not all(number >= 1 for number in found):
-        raise ConfigError(f"{option} must be whole numbers from 1, separated by commas, got {words!r}")
+        raise ConfigError(f"{option} must be whole numbers of at least 1, separated by commas, got {words!r}")
     return found
 
 
@@ -466,7 +479,7 @@ def _show_attention(name: str, rows: list[AttentionRow]) -> None:
 
 
 LICENCES = ("GPL-3", "GFDL-1.3", "MPL-2.0")
-"""Texts to read by default: 7.6K, 5.2K and 3.7K tokens of SmolLM2."""
+"""Licence texts that are read by default. They have 7,600, 5,200 and 3,700 tokens with SmolLM2's tokenizer."""
 
 
 def codec(
@@ -476,13 +489,16 @@ def codec(
     ] = None,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or folders instead of three of this machine's licences."),
+        typer.Option(help="Text files or folders to use instead of three licence texts of this machine."),
     ] = None,
     texts: Annotated[
-        int, typer.Option(min=1, help="Number of texts; above 3, further licences of this machine are used.")
+        int,
+        typer.Option(min=1, help="Number of texts; above 3, more licence texts of this machine are used."),
     ] = 3,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
-    following: Annotated[int, typer.Option(min=1, help="Tokens after them that the model reads.")] = 256,
+    following: Annotated[
+        int, typer.Option(min=1, help="Tokens after the prefix that the model computes.")
+    ] = 256,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the first text for the detailed figures of exp.")
@@ -502,10 +518,10 @@ def codec(
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Use synthetic pages and no model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure each codec on real KV: ratio, rates per core, error, and how far the model's next tokens move.
+    """Measure each codec on a model's K and V: compression ratio, rates per core, error, and effect on predictions.
 
-    The codec exp is measured in detail. Without a model the pages are synthetic, and figures that need one are
-    left out.
+    The codec exp is measured in more detail. Without a model, the pages are synthetic, and the effect on the
+    model's predictions is not measured.
     """
     from tierstore.bench import codec as measured
     from tierstore.bench import measurement
@@ -537,7 +553,7 @@ def _plottable(plot: Path | None) -> None:
     if plot is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: run pip install -e '.[plot]' in the checkout")
+        raise ConfigError("--plot needs matplotlib: run pip install 'tierstore[plot]'")
     require_place("--plot", plot)
 
 
@@ -545,7 +561,7 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
     from tierstore.bench.fidelity import draw
 
     if floor is None:
-        raise ConfigError("--plot needs a model: synthetic pages have no divergence to plot")
+        raise ConfigError("--plot needs a model, because the divergence is not measured for synthetic pages")
     try:
         draw(found, floor.kl, source, plot)
     except ValueError as error:
@@ -553,7 +569,10 @@ def _draw(found: list[CodecRow], floor: Distance | None, source: str, plot: Path
 
 
 def _folder(model: str | None) -> Path | None:
-    """Return the model's folder, or None if no model was asked for and none is prepared."""
+    """Return the folder of ``model``. Prepare the model if necessary.
+
+    If ``model`` is None, return SmolLM2's folder if SmolLM2 has been prepared, else None.
+    """
     if model is None:
         folder = prepared_folder(SMOLLM2)
         return folder if is_prepared(folder) else None
@@ -568,7 +587,7 @@ def _made_up(tokens: int, page_size: int) -> tuple[Sample, list[str], None, list
     from tierstore.bench.codec import synthetic
 
     sample = synthetic(tokens, page_size)
-    progress.print(f"{len(sample.pages)} pages of {sample.spec.page_nbytes} bytes: {sample.source}")
+    progress.print(f"{len(sample.pages)} pages of {format_size(sample.spec.page_nbytes)}: {sample.source}")
     found = [fidelity.codec_row(name, sample.spec, [sample.pages]) for name in fidelity.NAMES]
     return sample, [], None, found
 
@@ -601,7 +620,11 @@ def _of_model(
 
 
 def _texts(reader: Reader, docs: list[Path], count: int, tokens: int) -> dict[str, str]:
-    """Return texts by name: three licences, or what is found in ``docs`` or on this machine."""
+    """Return ``count`` texts of at least ``tokens`` tokens, by name.
+
+    They come from ``docs``. Without ``docs``, they are the licence texts ``LICENCES``. If these are not installed,
+    or too few, other licences and package files on this machine are used.
+    """
     files = [COMMON_LICENCES / name for name in LICENCES]
     if not docs and count <= len(files) and all(file.is_file() for file in files):
         return {file.name: file.read_text(encoding="utf-8") for file in files[:count]}
@@ -665,16 +688,19 @@ def overlap(
     ] = "0.8,1,1.25",
     matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices to multiply.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median is reported.")] = 5,
-    read: Annotated[str, typer.Option(help="Bytes that the kernels next to the copies move.")] = "4GiB",
+    read: Annotated[
+        str, typer.Option(help="Bytes that the kernels that run during copies read and write.")
+    ] = "4GiB",
     times: Annotated[
-        int, typer.Option(min=3, help="Number of times that they do, while a batch streams.")
+        int, typer.Option(min=3, help="Number of times that these kernels run while a batch is copied.")
     ] = 20,
-    batch: Annotated[str, typer.Option(help="Bytes of that batch.")] = "4GiB",
+    batch: Annotated[str, typer.Option(help="Bytes of the batch that is copied meanwhile.")] = "4GiB",
     as_json: Json = False,
 ) -> None:
-    """Overlap compute with streaming.
+    """Measure how well computing overlaps with copying pages.
 
-    A lease is restored layer by layer, and memory-bound kernels run next to each kind of copy.
+    First, a lease is restored from host memory while each layer is computed as soon as it has arrived. Then,
+    memory-bound kernels run alongside each kind of copy.
     """
     from tierstore.bench.link import device_of
     from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of
@@ -699,7 +725,7 @@ def overlap(
 
 
 def _parts_of(text: str) -> list[float]:
-    """Parse numbers above 0, separated by commas. ConfigError if one is not."""
+    """Parse numbers above 0, separated by commas, for ``--compute``. Raises ConfigError if one is invalid."""
     with suppress(ValueError):
         found = [float(part) for part in text.split(",")]
         if all(0 < part < inf for part in found):
@@ -776,11 +802,11 @@ def prefetch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a trace on a simulated server, with loads at different times.
+    """Replay traces on a simulated server, and compare policies for when to load pages into HBM.
 
-    It compares no loads, loads on look-up, loads on hints, and loads that know the future.
-    The server prefills one request at a time, as fast as an 8B model was measured on an H200, and decodes 32 at a
-    time.
+    One policy never loads pages. The others load them when a request starts, ahead of need according to hints, or ahead
+    of need with knowledge of the future. The server prefills one request at a time, at the speed measured for an 8B
+    model on an H200, and decodes up to 32 requests at once.
     """
     from rich.progress import Progress, TextColumn
 
@@ -844,14 +870,15 @@ def _ratio(found: float, base: float) -> str:
 
 
 MOST = 1 << 24
-"""Most tokens: the store refuses what memory cannot hold, but the tokens themselves are made before that."""
+"""Maximum number of tokens per option. It limits the memory for the tokens, which are created before memory is
+checked."""
 
 
 def ttft(
     device: Device = "cuda:0",
     shape: Annotated[str, typer.Option(help="llama-3.1-8b or tiny, with random weights.")] = "llama-3.1-8b",
     prefix: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of the stored prefix.")] = 131072,
-    question: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens that follow it.")] = 64,
+    question: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens that follow the prefix.")] = 64,
     page_size: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens per page.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Answers from each tier; the median is reported.")] = 5,
     chunk: Annotated[
@@ -862,10 +889,10 @@ def ttft(
         ),
     ] = "",
     host_codecs: Annotated[
-        str, typer.Option(help="Codecs of host memory besides none, separated by commas.")
+        str, typer.Option(help="Codecs of host memory to compare with none, separated by commas.")
     ] = "int8",
     disk_codecs: Annotated[
-        str, typer.Option(help="Codecs of the disk, separated by commas.")
+        str, typer.Option(help="Codecs of the disk to compare, separated by commas.")
     ] = "none,exp,int8",
     disk_prefix: Annotated[
         int, typer.Option(min=0, max=MOST, help="Tokens of the prefix on disk. 0: the same as --prefix.")
@@ -877,9 +904,9 @@ def ttft(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the time to first token over a long stored prefix.
+    """Measure the time to first token of a prompt with a long stored prefix.
 
-    Compares it with the time to move the prefix's bytes, and with recomputing the prefix.
+    The time is compared with the time to transfer the prefix, and with the time to recompute it.
     """
     from tierstore.bench.ttft import SHAPES, Ask, Bench
 
@@ -889,7 +916,7 @@ def ttft(
             raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
         for option, tokens in (("--prefix", prefix), ("--disk-prefix", disk_prefix)):
             if 0 < tokens < page_size:
-                raise ConfigError(f"{option} must be at least {page_size}, one page of tokens, got {tokens}")
+                raise ConfigError(f"{option} must be at least {page_size} tokens (one page), got {tokens}")
         if dir_ is not None:
             require_folder("--dir", dir_)
         chunks = _chunks_of(chunk)
@@ -914,7 +941,7 @@ def ttft(
 
 
 def _chunks_of(words: str) -> list[int]:
-    """Parse numbers of tokens, separated by commas. ConfigError if one is not."""
+    """Parse numbers of tokens, separated by commas, for ``--chunk``. Raises ConfigError if one is invalid."""
     names = _names(words)
     if not all(name.isascii() and name.isdigit() and 0 < int(name) <= MOST for name in names):
         raise ConfigError(

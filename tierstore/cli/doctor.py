@@ -1,4 +1,7 @@
-"""``doctor``: checks of this machine, one question per function. Each answers whatever else is broken."""
+"""The ``doctor`` command, which checks what this machine supports.
+
+There is one function per check. Each check runs even if others fail.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, format_size, print_json
+from tierstore.cli.output import Json, print_json
+from tierstore.types import format_size
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check.
 
-    ``state`` is "ok", "note" (something would not work or be slow, see ``why``) or "fail" (nothing would work).
+    ``state`` is "ok", "note" (a feature would be slow or unavailable) or "fail" (TierStore would not work at
+    all). ``why`` explains a note or a failure and, where possible, says what to do.
     """
 
     name: str
@@ -33,7 +38,10 @@ class Check:
 
 
 def tell(checks: Sequence[Check], as_json: bool, **more: object) -> None:
-    """Show all checks and exit, with code 1 if one failed. ``more`` is added to the JSON object."""
+    """Print all checks and exit the command, with code 1 if a check failed.
+
+    With ``as_json``, also print a JSON object, which includes the fields in ``more``.
+    """
     failed = [check.name for check in checks if check.state == "fail"]
     table = Table("", "found", "", "why", box=None, header_style="bold")
     for check in checks:
@@ -75,15 +83,16 @@ def doctor(
     path: Annotated[Path, typer.Option(help="Folder where the NVMe tier would be.")] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Check what this machine offers, what would not work, and why. Exit code 1 if nothing would work."""
+    """Check which features work on this machine, and why others do not. Exit code 1 if TierStore cannot work at all."""
     tell(list(every_check(path.expanduser().absolute())), as_json)
 
 
 def every_check(path: Path) -> Iterator[Check]:
-    """Yield all checks in the order in which they are shown.
+    """Yield all checks in display order.
 
     Args:
-        path: Where the NVMe tier would be; a probe file is created there and removed.
+        path: Intended directory of the NVME tier. Probe files are created in it, or in its nearest parent that
+            exists, and removed.
     """
     yield python()
     yield from packages()
@@ -110,18 +119,18 @@ def packages() -> Iterator[Check]:
         yield (
             Check(name, version)
             if version
-            else Check(name, "missing", "fail", "reinstall: run pip install -e . in the checkout")
+            else Check(name, "missing", "fail", "reinstall: run pip install tierstore")
         )
     for name, extra in PACKAGES_OF_EXTRAS.items():
         version = _version(name)
-        why = f"part of an extra: run pip install -e '.[{extra}]' in the checkout"
+        why = f"part of an extra: run pip install 'tierstore[{extra}]'"
         yield Check(name, version) if version else Check(name, "missing", "note", why)
 
 
 def cuda() -> Iterator[Check]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+    except (ImportError, OSError) as error:  # OSError: one of torch's shared libraries is missing
         yield Check("CUDA devices", "unknown", "fail", f"torch cannot be imported: {error}")
         return
     if not torch.cuda.is_available():
@@ -139,7 +148,7 @@ def cuda() -> Iterator[Check]:
 
 
 def memory(root: Path = Path("/")) -> Check:
-    """Check how much memory is free under the tightest limit, of the machine or of a control group (container)."""
+    """Check how much memory is free, within the limits of the machine and of control groups (containers)."""
     from tierstore.host.free_memory import free_memory
 
     free = free_memory(root)
@@ -152,7 +161,7 @@ def memory(root: Path = Path("/")) -> Check:
 
 
 def cores(root: Path = Path("/")) -> Check:
-    """Check how many threads ``serve`` and ``demo`` compute with on the CPU."""
+    """Check how many threads ``serve`` and ``demo`` would use to compute on the CPU."""
     from tierstore.host.processors import processors
 
     found = processors(root)
@@ -160,15 +169,15 @@ def cores(root: Path = Path("/")) -> Check:
     if found.free >= found.cores:
         return Check("processors", value)
     why = (
-        "threads that wait for a core slow all others down, so a model on the CPU computes with as many as find one; "
-        "end other programs, raise the limit, or say --threads"
+        "a model on the CPU uses only as many threads as there are free cores, because threads that wait for a "
+        "core slow down the others; end other programs, raise the limit, or set --threads"
     )
     return Check("processors", value, "note", why)
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> Check:
-    """Check whether memory that asks for huge pages gets them."""
-    why = "memory is in small pages, and fast disks are read at a half to a third of their speed"
+    """Check whether the system gives huge pages to programs that request them."""
+    why = "memory is in small pages, so fast disks are read at only a third to a half of their speed"
     try:
         allowed = path.read_text(encoding="ascii")
     except OSError as error:
@@ -188,13 +197,13 @@ def memlock() -> Check:
 
 
 def page_locking() -> Iterator[Check]:
-    """Page-lock a little memory for the first GPU and unlock it. Yields nothing without a GPU."""
+    """Check whether host memory can be page-locked for the first GPU. Yields nothing without a GPU."""
     try:
         import torch
 
         from tierstore.gpu.driver import CudaPinner
     except (ImportError, OSError):
-        return  # reported by the check of CUDA devices
+        return  # cuda() has already reported this
     if not torch.cuda.is_available():
         return
     block, pinner = torch.empty(_LOCKED_NBYTES, dtype=torch.uint8), CudaPinner(0)
@@ -230,7 +239,7 @@ def disk(path: Path, place: Path) -> Check:
 
 
 def direct_io(place: Path) -> Check:
-    """Run the NVMe tier's self-test of direct I/O in a probe file."""
+    """Check whether direct I/O works in the folder ``place``: run the NVME tier's self-test on a probe file."""
     from tierstore.nvme.direct_io import round_trip
 
     try:
@@ -252,14 +261,17 @@ def direct_io(place: Path) -> Check:
 
 
 def disk_speed(place: Path) -> Iterator[Check]:
-    """Yield what ``auto`` of the NVMe tier finds after writing and reading 32 MiB. Nothing without O_DIRECT."""
+    """Measure the disk speeds from which the NVME tier derives its ``auto`` settings.
+
+    Writes and reads 32 MiB in a temporary file in ``place``. Yields nothing if direct I/O does not work.
+    """
     from tierstore.nvme import disk_probe
 
     try:
         with tempfile.TemporaryFile(prefix=".tierstore-probe-", dir=place) as file:
             rates = disk_probe.rates(file.fileno(), _PAGE_NBYTES)
     except OSError:
-        return  # reported by the checks of the disk and of O_DIRECT
+        return  # disk() or direct_io() has already reported this
     yield Check("disk writes", f"{rates.write / 1e9:.2f} GB/s")
     best = rates.reads[rates.readers]
     yield Check("disk reads", f"{best / 1e9:.2f} GB/s; nvme.readers auto: {rates.readers}")

@@ -1,6 +1,9 @@
-"""The page keys of a document, computed as the transformers adapter does. Imports torch and transformers."""
+"""The page keys of a document, computed in the same way as in the transformers adapter.
 
-# transformers leaves some of its functions untyped:
+This module imports torch and transformers, which takes seconds.
+"""
+
+# transformers leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -22,14 +25,27 @@ from tierstore.page import DTYPE_NBYTES, PageLayout
 from tierstore.types import PageKey
 
 _GOES_ON = ("\n\nWhat", "\n\n1", " and")
-"""Texts that may follow a document. Tokens that depend on them are not part of the document's pages."""
+"""Sample texts that may follow a document in a prompt.
+
+The last tokens of a document may depend on the text that follows. Tokens that differ between these samples are
+not counted as tokens of the document.
+"""
 
 
 class Document:
-    """A text file and the model that reads it."""
+    """A text file, and the model for which its page keys are computed."""
 
     def __init__(self, path: Path, model: str, dtype: str) -> None:
-        """Load the model. ConfigError if the model or the text cannot be loaded."""
+        """Read the text, and load the model and its tokenizer.
+
+        Args:
+            path: The text file, in UTF-8.
+            model: The name of a known model, which is prepared if necessary, or a model's folder.
+            dtype: The dtype in which the model computes.
+
+        Raises:
+            ConfigError: The text cannot be read, the dtype is not supported, or the model cannot be loaded.
+        """
         self.model, self.dtype = model, dtype
         try:
             self._text = _read(path)
@@ -47,7 +63,7 @@ class Document:
             raise ConfigError(str(error)) from error
 
     def shards_among(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return the shards with pages of this model, of any page size."""
+        """Return the shards whose pages come from this model. Their page sizes may differ."""
         return [
             shard
             for shard in shards
@@ -55,25 +71,23 @@ class Document:
         ]
 
     def keys(self, source: ClosedSource) -> list[PageKey]:
-        """Return the keys of every full page of the document.
+        """Return the keys of all full pages of the document.
 
-        A prompt may begin with the document in several ways (chat roles, special tokens): the way with most pages
-        in ``source`` is taken.
+        A prompt may start with the document in several forms: in the user or the system message of a chat, or
+        on its own, with or without special tokens. The form with the longest prefix of pages in ``source`` is
+        used. Return an empty list if ``source`` does not contain the first page in any form.
 
         Raises:
-            ConfigError: The first page is missing, however it begins: nothing would be exported.
+            ConfigError: The document is shorter than a page.
         """
         there = set(source.keys())
         ways = [self._keys(tokens, source) for tokens in self._beginnings()]
         best = max(ways, key=lambda keys: len(list(takewhile(there.__contains__, keys))))
         if not best:
-            raise ConfigError("the document is shorter than one page of tokens")
-        if best[0] not in there:
             raise ConfigError(
-                "no stored page begins with the document, as the first words of a chat or on its own: the model must "
-                "have read it without salt or extras; otherwise export its pages with --keys"
+                "the document of --doc is shorter than one page, and only full pages are stored: use a longer document"
             )
-        return best
+        return best if best[0] in there else []
 
     def _layout(self, shard: Shard) -> PageLayout:
         try:
@@ -92,7 +106,7 @@ class Document:
         )
 
     def _beginnings(self) -> list[list[int]]:
-        """Return what prompts with the document have in common, whatever follows it."""
+        """Return, for each form of prompt, the tokens with which all prompts about the document start."""
         ways = []
         if self._tokenizer.chat_template:
             for role in ("user", "system"):
@@ -117,9 +131,11 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"--doc {path}: cannot read the text file: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--doc {path}: the text is not UTF-8") from error
+        raise ConfigError(
+            f"--doc {path}: the text must be UTF-8, but byte {error.start} is invalid"
+        ) from error
 
 
 def _common(ways: Sequence[Sequence[int]]) -> list[int]:
-    """Return the common prefix."""
+    """Return the longest common prefix of several sequences of tokens."""
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*ways, strict=False))]

@@ -1,7 +1,8 @@
-"""``inspect``, ``verify`` and ``purge``: list, check and remove what a store's directory holds."""
+"""The commands ``inspect``, ``verify`` and ``purge``, which work on a store's directory."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, Yes, format_size, print_json, progress, refusals
+from tierstore.cli.output import Json, Yes, print_json, progress, refusals
 from tierstore.errors import ConfigError
+from tierstore.types import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store, its nvme.path.")]
 _SHOWN_KEYS = 20
 _MODEL_ROOM, _LEAST_MODEL_ROOM = 60, 12
+_DIGEST = re.compile("[0-9a-f]{64}")
 _OTHERS_ROOM = 84
-"""Approximate characters of a line that the other columns take."""
+"""Approximate width of all columns except the model's, in characters."""
 
 
 def inspect(directory: Directory, as_json: Json = False) -> None:
-    """Show what a store's directory holds. Changes nothing. Long model names are cut; --json has them in full."""
+    """Show the contents of a store's directory. Changes nothing.
+
+    Long model names are truncated; --json shows them in full.
+    """
     from tierstore.nvme import inspection
 
     with refusals(as_json):
@@ -43,7 +49,10 @@ def inspect(directory: Directory, as_json: Json = False) -> None:
 
 
 def verify(directory: Directory, as_json: Json = False) -> None:
-    """Read and check every record. Changes nothing. Exit code 0 only if every record was read and is correct."""
+    """Read and check every record in a store's directory. Changes nothing.
+
+    Exit code 1 if a record is bad or could not be checked.
+    """
     from tierstore.nvme import inspection
 
     with refusals(as_json), _bars() as bars:
@@ -74,17 +83,17 @@ def purge(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what a store's directory holds, after confirmation.
+    """Remove the contents of a store's directory, after confirmation.
 
-    Never touches what is in use, or files that are not TierStore's. Exit code 1 if something was kept, the answer
-    was no, or no fingerprint matches.
+    Never removes data that a process uses, or files that TierStore did not write. Exit code 1 if something was
+    kept, if the answer was no, or if no fingerprint matches.
     """
     from tierstore.nvme import inspection
 
     with refusals(as_json):
         if not which:
             raise typer.BadParameter(
-                "--which must be all, damaged, or the first digits of a fingerprint, got an empty text"
+                "--which must be all, damaged, or the first digits of a fingerprint, got an empty string"
             )
         report = inspection.inspect(directory)
         if which not in ("all", "damaged"):
@@ -102,17 +111,21 @@ def purge(
 
 
 def _require_one(report: HomeReport, which: str, as_json: bool) -> None:
-    """Exit with code 1 unless a fingerprint begins with ``which``."""
+    """Print a message and exit with code 1, unless the fingerprint of at least one shard starts with ``which``."""
     if any(shard.fingerprint.startswith(which) for shard in report.shards):
         return
     _end_with_nothing_removed(
-        f"nothing matched: no fingerprint in {report.path} begins with {which!r}; `tierstore inspect` lists them",
+        f"nothing was removed: no fingerprint in {report.path} begins with {which!r}; `tierstore inspect` lists them",
         as_json,
     )
 
 
 def _agreed(question: str) -> bool:
-    """Ask on standard input. ConfigError if it is at its end."""
+    """Ask a question on standard error, and return whether the answer on standard input is yes.
+
+    Raises:
+        ConfigError: Standard input is closed, so no answer can come.
+    """
     typer.echo(f"{question} [y/N]: ", err=True, nl=False)
     answer = "" if sys.stdin is None else sys.stdin.readline()
     if not answer:
@@ -131,12 +144,14 @@ def _end_with_nothing_removed(why: str, as_json: bool) -> NoReturn:
 
 
 def _show(report: HomeReport) -> None:
-    """Print one line per shard with its full name, since `purge --which` takes it. The model gets the rest, or a line
-    above.
+    """Print one line per shard.
+
+    The shard's name is never truncated, because ``purge --which`` accepts it. The model's name is truncated to the
+    remaining width. If this width is too small, the models are listed before the table.
     """
     console = Console()
     names = [_name_of(shard) for shard in report.shards]
-    models = [_cut(_named(shard, "model"), _MODEL_ROOM) for shard in report.shards]
+    models = [_cut(_model_of(shard), _MODEL_ROOM) for shard in report.shards]
     beside = console.width - _OTHERS_ROOM >= _LEAST_MODEL_ROOM
     table = Table(box=None, header_style="bold")
     table.add_column("shard", no_wrap=True, min_width=max(map(len, names), default=0))
@@ -156,8 +171,22 @@ def _name_of(shard: ShardReport) -> str:
     return f"{shard.fingerprint[:12]}-{shard.name.partition('-')[2]}"
 
 
+def _model_of(shard: ShardReport) -> str:
+    """Return the model's name, followed by the identity that is part of the page keys, if the two differ.
+
+    The identity is either a digest of the weights, which is shortened here, or another name.
+    """
+    name, model = shard.description.get("name"), _named(shard, "model")
+    if not isinstance(name, str):
+        return model
+    return f"{name}, weights {model[:12]}" if _DIGEST.fullmatch(model) else f"{name} ({model})"
+
+
 def _cut(text: str, room: int) -> str:
-    """Return one line of at most ``room`` characters: an engine's model name may hold its whole configuration."""
+    """Return ``text`` as one line of at most ``room`` characters.
+
+    A model's name may be long and have several lines, because an engine may put its whole configuration there.
+    """
     line = " ".join(text.split())
     return line if len(line) <= room else f"{line[: room - 1]}…"
 
@@ -181,7 +210,7 @@ def _row(shard: ShardReport) -> tuple[str, ...]:
 
 
 def _named(shard: ShardReport, what: str) -> str:
-    """Join what the shard's KV groups say, each text once."""
+    """Return the values of the field ``what`` in the shard's KV groups, each value once, joined with commas."""
     groups = shard.description.get("groups")
     names = [str(group.get(what, "")) for group in groups] if isinstance(groups, list) else []
     return ", ".join(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Options and output that the commands share: ``--json``, checks of arguments, results, errors."""
+"""Parts that commands share: ``--json``, ``--yes``, checks of arguments, and the output of results and errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from tierstore.errors import ConfigError, TierStoreError
+from tierstore.types import format_size
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -24,25 +25,18 @@ _Number = TypeVar("_Number", float, float | None, list[float] | None)
 _CHECKOUT = Path(__file__).parents[2]
 
 REFUSED = 2
-"""Exit code of a command that could not run as asked."""
+"""Exit code of a command that could not run as requested."""
 
 progress = Console(stderr=True)
 
 
-def format_size(nbytes: int) -> str:
-    """Return ``config.format_size``, without importing pydantic for a command that shows no size."""
-    from tierstore import config
-
-    return config.format_size(nbytes)
-
-
 def wide_console() -> Console:
-    """Return a console for tables of numbers. Its lines are as long as they need to be."""
-    return Console(width=1000, height=25)  # both are needed: a dumb terminal counts as one of 80 columns
+    """Return a console for wide tables. Its lines may be longer than the terminal is wide."""
+    return Console(width=1000, height=25)  # rich ignores the width on a dumb terminal unless both are set
 
 
 def print_json(result: Mapping[str, object]) -> None:
-    """Print one line of JSON, always the last on standard output."""
+    """Print ``result`` as one line of JSON. Call this last, so that it is the last line on standard output."""
     typer.echo(json.dumps(result, default=_plain))
 
 
@@ -51,20 +45,25 @@ def _plain(value: object) -> str:
 
 
 def finite(value: _Number) -> _Number:
-    """Return the value if it is finite, or raise a usage error. Callback of every option that takes floats.
+    """Return the value, or raise a usage error if a number in it is infinite or NaN.
 
-    ``min=`` alone accepts "inf", and no comparison refuses "nan".
+    This is the callback of every option that takes floats. ``min=`` and ``max=`` do not reject NaN, and ``min=`` alone
+    does not reject infinity.
     """
     found = value if isinstance(value, list) else [value]
     strange = [number for number in found if number is not None and not isfinite(number)]
     if strange:
-        raise typer.BadParameter(f"{strange[0]} is not a finite number")
+        raise typer.BadParameter(f"must be a finite number, got {strange[0]}")
     return value
 
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
-    """Turn a library error, a system error or a lack of memory into one line on standard error and exit code 2."""
+    """Return a context manager that turns errors into one line on standard error and exit code 2.
+
+    It handles TierStoreError, OSError and MemoryError. With ``as_json``, a JSON object that contains the line is also
+    printed to standard output.
+    """
     try:
         yield
     except (TierStoreError, OSError, MemoryError) as error:
@@ -76,15 +75,15 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 
 def is_checkout() -> bool:
-    """Return whether this package runs from a checkout of the repository, with ``benchmarks/`` beside it."""
+    """Return whether this package runs from a checkout of the repository, which contains ``benchmarks/``."""
     return all((_CHECKOUT / name).is_file() for name in ("pyproject.toml", "benchmarks/__init__.py"))
 
 
 def study(name: str) -> Any:
-    """Import the module ``benchmarks.NAME`` from the checkout.
+    """Import the module ``benchmarks.NAME`` from the checkout of the repository, and return it.
 
     Raises:
-        ConfigError: The package is installed without the checkout.
+        ConfigError: This package was not imported from a checkout.
     """
     if not is_checkout():
         raise ConfigError(
@@ -92,12 +91,16 @@ def study(name: str) -> Any:
             "run this command from a checkout of TierStore"
         )
     if str(_CHECKOUT) not in sys.path:
-        sys.path.append(str(_CHECKOUT))  # an editable install may expose only the packages of the wheel
+        sys.path.append(str(_CHECKOUT))  # an editable install may make only the package tierstore importable
     return import_module(f"benchmarks.{name}")
 
 
 def size_of(option: str, text: str) -> int:
-    """Return in bytes the size that ``option`` gives. ConfigError if ``text`` is not a size."""
+    """Parse a size, such as 64MiB, and return it in bytes.
+
+    Raises:
+        ConfigError: ``text`` is not a valid size. The message names ``option``.
+    """
     from tierstore.config import parse_size
 
     try:
@@ -107,11 +110,11 @@ def size_of(option: str, text: str) -> int:
 
 
 def require_memory(options: Mapping[str, int], needed: int) -> None:
-    """Raise ConfigError if the options need more bytes than are available now.
+    """Raise ConfigError if ``needed`` bytes of memory are not available now.
 
     Args:
-        options: The sizes to name in the message, by option.
-        needed: Bytes that follow from them.
+        options: The options that determine ``needed``, with their sizes in bytes, for the message.
+        needed: Required memory in bytes.
     """
     from tierstore.host.free_memory import free_memory
 
@@ -120,36 +123,41 @@ def require_memory(options: Mapping[str, int], needed: int) -> None:
         return
     named = ", ".join(f"{option} {format_size(nbytes)}" for option, nbytes in options.items())
     raise ConfigError(
-        f"{named} would need {format_size(needed)} of memory, and {free.described()}; choose smaller sizes"
+        f"{named} would need {format_size(needed)} of memory, but {free.described()}; choose smaller sizes"
     )
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError unless the folder exists."""
+    """Raise ConfigError unless ``folder`` exists. The message names ``option``, with which the user gave it."""
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder}: no such folder")
 
 
 def require_place(what: str, file: Path) -> None:
-    """Raise ConfigError unless a file can be written there: the folder exists, and the name is not a directory or
-    device.
+    """Raise ConfigError unless a file may be created or replaced at this path.
+
+    Its parent directory must exist, and the path must not be a directory, device, pipe or socket. ``what`` names
+    the option or argument in the message.
     """
     if file.exists() and not file.is_file():
         found = "directory" if file.is_dir() else "device, pipe or socket"
-        raise ConfigError(f"{what} {file} is a {found}, not a file name")
+        raise ConfigError(f"{what} {file} is a {found}; expected a regular file or a new name")
     if not file.parent.is_dir():
         raise ConfigError(f"{what} {file}: the folder {file.parent} does not exist")
 
 
 def require_file(what: str, file: Path, expected: str) -> None:
-    """Raise ConfigError unless the file exists. ``expected`` says what it should be."""
+    """Raise ConfigError unless ``file`` is an existing regular file.
+
+    In the message, ``what`` names the option or argument, and ``expected`` describes the file.
+    """
     if not file.is_file():
         found = "is a directory" if file.is_dir() else "no such file"
         raise ConfigError(f"{what} {file}: {found}, expected {expected}")
 
 
 def said(error: TierStoreError | OSError | MemoryError) -> str:
-    """Return a system error without its number but with its file, other errors as they are."""
+    """Return the message for an error. For a system error, it contains the file's name but not the error number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, MemoryError):

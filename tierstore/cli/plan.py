@@ -1,4 +1,4 @@
-"""``plan``: how much of a model's KV cache fits the tiers of a configuration, and how long a restore takes."""
+"""The ``plan`` command, which shows how much of a model's K and V fits into each tier and how long a restore takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tierstore.cli.output import Json, finite, format_size, print_json, progress, refusals, wide_console
+from tierstore.cli.output import Json, finite, print_json, progress, refusals, wide_console
+from tierstore.errors import ConfigError
+from tierstore.types import exact_size, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,30 +34,41 @@ def plan(
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
-            min=1e-9, callback=finite, help="Prefill speed of your engine, instead of a prediction."
+            min=1e-9,
+            callback=finite,
+            help="Prompt tokens that your engine computes per second, instead of a prediction.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device that computes and has HBM: cpu, cuda or cuda:N. Default: hbm.device or, without an hbm "
+            "section, this machine's GPU. Without a GPU, no time is predicted."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how many tokens and documents of a model fit each tier, and how a restore compares with recomputing.
+    """Show how many tokens of a model fit into each tier, and how restoring compares with recomputing.
 
     Measures a copy, the disk (with a temporary file of at most 256 MiB) and a matrix multiplication on this
-    machine; opens no store. Exit code 1 if this machine could not open the configuration for the model.
+    machine. Does not open a store. Exit code 1 if a store with this configuration and model could not be
+    opened on this machine.
     """
     with refusals(as_json):
-        from tierstore.config import load_config
+        from tierstore.config import is_device, load_config
 
         loaded = load_config(config)
-        from tierstore.plan.forecast import (
-            forecast,
-            measure,
-            page_layout,
-        )  # loads torch, which other commands do not need
+        if device is not None and not is_device(device):
+            raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
+        if device is not None and loaded.hbm is not None:
+            loaded = loaded.model_copy(update={"hbm": loaded.hbm.model_copy(update={"device": device})})
         from tierstore.plan.geometry import read_model
 
-        geometry = read_model(model)
+        geometry = read_model(model)  # before torch is imported, which takes seconds
+        from tierstore.plan.forecast import forecast, measure, page_layout
+
         loaded, layout = page_layout(loaded, geometry, page_size, dtype)
-        rates = measure(loaded, geometry, layout, prefill_tokens_per_s, progress.print)
+        rates = measure(loaded, geometry, layout, prefill_tokens_per_s, progress.print, device)
         found = forecast(loaded, geometry, layout, rates, tokens or [8192])
     _show(wide_console(), found)
     if as_json:
@@ -81,8 +94,8 @@ def _head(found: Plan) -> Iterator[str]:
     kept = heads if model.kind == "mha" else f"latents of {model.head_dim}"
     yield f"{model.name}: {model.num_layers} layers, {kept}, {layout.specs[0].dtype}"
     per_token, padding = layout.page_nbytes // layout.page_size, layout.slot_nbytes - layout.page_nbytes
-    size = format_size(layout.page_nbytes) + (f" (and {padding} bytes of padding)" if padding else "")
-    yield f"{per_token} bytes per token, stored and reused in pages of {layout.page_size} tokens = {size}"
+    size = format_size(layout.page_nbytes) + (f" (and {exact_size(padding)} of padding)" if padding else "")
+    yield f"{exact_size(per_token)} per token, stored and reused in pages of {layout.page_size} tokens = {size}"
 
 
 def _tiers(found: Plan) -> Table:
@@ -118,13 +131,21 @@ def _rates(found: Plan) -> Iterator[str]:
     yield f"HOST -> HBM: {_speed(rates.copy.per_s)}{rates.copy.how}"
     if rates.read is not None:
         yield f"disk: {_speed(rates.read.per_s)}{rates.read.how}"
-    speed = "" if rates.prefill.per_s is None else f"{rates.prefill.per_s / 1e9:.0f} GFLOP/s, "
+    speed = "" if rates.prefill.per_s is None else f"{_short(rates.prefill.per_s / 1e9)} GFLOP/s, "
     if rates.per_token:
         speed = f"{rates.prefill.per_s:g} tokens/s, "
     yield f"prefill: {speed}{rates.prefill.how}"
-    yield "restore times are predicted from these rates, recompute times from " + (
-        "the tokens" if rates.per_token else "the model's operations at that speed, a lower bound"
+    recompute = (
+        "the prefill rate" if rates.per_token else "the model's operations at the prefill rate, a lower bound"
     )
+    restore = "the copy rate" if rates.read is None else "the copy and disk rates"
+    restores = any(rate is not None and rate.per_s is not None for rate in (rates.copy, rates.read))
+    if rates.prefill.per_s is None:
+        yield f"restore times are predicted from {restore}" if restores else "no time is predicted"
+    elif restores:
+        yield f"restore times are predicted from {restore}, recompute times from {recompute}"
+    else:
+        yield f"recompute times are predicted from {recompute}"
 
 
 def _count(number: int | None) -> str:
@@ -136,9 +157,9 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _speed(per_s: float | None) -> str:
-    return "" if per_s is None else f"{per_s / 1e9:.2f} GB/s, "
+    return "" if per_s is None else f"{_short(per_s / 1e9)} GB/s, "
 
 
 def _short(number: float) -> str:
-    """Format with three digits and without a power of ten."""
+    """Format a number with three significant digits, or as an integer from 100 on, without an exponent."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""``replay``: the hit rate of a trace with each policy and capacity."""
+"""The ``replay`` command, which simulates request traces and shows the hit rate of each policy and capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.table import Table
 
 from tierstore.cli.output import (
     Json,
-    format_size,
     print_json,
     progress,
     refusals,
@@ -22,7 +21,7 @@ from tierstore.cli.output import (
     wide_console,
 )
 from tierstore.errors import ConfigError
-from tierstore.types import Tier
+from tierstore.types import Tier, exact_size, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -70,10 +69,10 @@ def replay(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay traces through the store's directory and policies. Copies are instant and no bytes are kept.
+    """Replay request traces with the store's bookkeeping and policies, and show the hit rates.
 
-    One page is one block of the trace. Rates are over the second half of a trace; the first half warms the tiers
-    up.
+    Page contents are not stored, and copies take no time. Each block in a trace is one page. Hit rates are
+    measured over the second half of a trace, because the first half fills the tiers.
     """
     with refusals(as_json):
         _check(plot, config, {"capacity": capacity, "policy": policy, "host": host, "nvme": nvme}, admission)
@@ -102,17 +101,20 @@ def replay(
 def _check(
     plot: Path | None, config: Path | None, tiers: Mapping[str, object], admission: list[str] | None
 ) -> None:
-    """Raise ConfigError for options that would have no effect, or would fail only after all the work."""
+    """Raise ConfigError if options contradict each other, have no effect, or would fail after the replay.
+
+    ``tiers`` contains the values of the options that ``--config`` replaces.
+    """
     if config is not None:
         given = [name for name, value in {**tiers, "admission": admission}.items() if value]
         if given:
-            raise ConfigError(f"--{given[0]} cannot be combined with --config, which sets it already")
+            raise ConfigError(f"--{given[0]} cannot be combined with --config, which already sets it")
     elif admission and tiers["nvme"] is None:
         raise ConfigError("--admission has no effect without --nvme: there is no tier to admit pages to")
     if plot is not None:
         require_place("--plot", plot)
         if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: run pip install -e '.[plot]' in the checkout")
+            raise ConfigError("--plot needs matplotlib: run pip install 'tierstore[plot]'")
         from tierstore.replay.plot import require_format
 
         require_format(plot)
@@ -136,7 +138,11 @@ def _configs(
     nvme: str | None,
     admissions: Sequence[str],
 ) -> Iterator[StoreConfig]:
-    """Yield a configuration for each combination, checked like a store's. ConfigError names the wrong option."""
+    """Yield a configuration for each combination of capacity, policy and admission.
+
+    Raises:
+        ConfigError: An option is invalid. The message names the option.
+    """
     from tierstore.config import WITHDRAWN_POLICIES, Admission, Policy, load_config
 
     for option, text in (*(("--capacity", each) for each in capacities), ("--host", host), ("--nvme", nvme)):
@@ -176,7 +182,7 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     page_nbytes = sum(spec.page_nbytes for spec in specs)
     if config.hbm is None or config.hbm.capacity is None:
         raise ConfigError(
-            "hbm.capacity is missing: a replay holds each request's pages in the store's own HBM pages"
+            "hbm.capacity is missing: set it, because a replay keeps the pages of each request in HBM"
         )
     sections = {Tier.HBM: config.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme}
     there = {tier: section for tier, section in sections.items() if section is not None}
@@ -184,8 +190,8 @@ def _setting(trace: Trace, config: StoreConfig, model: str) -> Setting:
     for tier, number in pages.items():
         if number == 0:
             raise ConfigError(
-                f"{tier.name.lower()}.capacity must be at least {page_nbytes} bytes, one block of {trace.name}, "
-                f"got {there[tier].capacity}"
+                f"{tier.name.lower()}.capacity must be at least {exact_size(page_nbytes)} (one block of "
+                f"{trace.name}), got {exact_size(there[tier].capacity or 0)}"
             )
     disk = config.nvme
     return Setting(

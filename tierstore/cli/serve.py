@@ -1,4 +1,4 @@
-"""``serve``: answer over HTTP with one model over one store."""
+"""The ``serve`` command, which runs the HTTP server with one model and one store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tierstore.cli.output import Json, print_json, progress, refusals
-from tierstore.demo.model import ALLOWED, short_name
+from tierstore.demo.model import ALLOWED, model_folder, require_model, short_name
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
     from tierstore.config import StoreConfig
     from tierstore.host.processors import Threads
+    from tierstore.page import PageSpec
     from tierstore.serve.auth import Tenants
     from tierstore.serve.model import Reader
 
 PAGE_SIZE = 64
-"""Tokens per page if the configuration does not say."""
+"""Number of tokens per page if the configuration does not set ``page_size``."""
 
 
 class Dtype(StrEnum):
-    """dtype of the loaded weights."""
+    """Dtype to which the weights are converted when they are loaded. ``auto`` keeps the stored dtype."""
 
     auto = "auto"
     float32 = "float32"
@@ -41,7 +42,7 @@ class Dtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the engine."""
+    """Maximum numbers of running and of waiting requests in the engine."""
 
     max_active: int
     max_waiting: int
@@ -50,21 +51,21 @@ class Limits:
 def serve(
     config: Annotated[
         Path,
-        typer.Option(help="Configuration of the store, a YAML file. The model runs on its hbm.device, too."),
+        typer.Option(help="Configuration of the store, a YAML file. The model also runs on its hbm.device."),
     ],
     model: Annotated[str, typer.Option(help=ALLOWED)],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
     ] = 8000,
     documents: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the texts of documents; without it they are lost when the server ends."
+            help="Folder for the texts of documents; without it, texts are lost when the server stops."
         ),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="YAML file with tenants and the SHA-256 of their keys.")
+        Path | None, typer.Option(help="YAML file with tenants and the SHA-256 digests of their keys.")
     ] = None,
     for_all: Annotated[
         bool, typer.Option("--open", help="Without --keys, answer anyone who can reach the address.")
@@ -75,14 +76,16 @@ def serve(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of one operation on the CPU. By default as many as cores are free now."
+            min=1,
+            help="Threads that one operation on the CPU uses. Default: the number of cores that are free now.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer over HTTP: OpenAI-compatible completions and chats, questions about documents, and a web page for both.
+    """Serve completions, chats and questions about documents over HTTP.
 
-    Ends within seconds on Ctrl-C or SIGTERM, after pages accepted for the disk are written. See docs/server.md.
+    Completions and chats are compatible with OpenAI's API. On a web page, users can add documents and ask
+    about them. Exits within seconds on Ctrl-C or SIGTERM, after writing all pages accepted for the disk.
     """
     with refusals(as_json), ExitStack() as stack:
         _require_extras()
@@ -95,9 +98,12 @@ def serve(
                 f"--host {host} can be reached from other machines: use a loopback address, --keys FILE, or --open to "
                 "answer anyone"
             )
+        _require_folders(model, documents)
         bound = stack.enter_context(_bound(host, port))
+        progress.print("importing torch and transformers")
         limits = Limits(max_active, max_waiting)
         hosts = _hosts(host, tenants, for_all=for_all)
+        _require_device(settings)
         used = _use_threads(settings, threads)
         reader = _reader(model, settings, dtype)
         _run(settings, reader, documents, tenants, limits, bound, hosts, used, as_json)
@@ -106,9 +112,7 @@ def serve(
 def _require_extras() -> None:
     missing = [name for name in ("transformers", "fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"serve needs {', '.join(missing)}: run pip install -e '.[hf,serve]' in the checkout"
-        )
+        raise ConfigError(f"serve needs {', '.join(missing)}: run pip install 'tierstore[hf,serve]'")
 
 
 def _settings(file: Path) -> StoreConfig:
@@ -117,15 +121,27 @@ def _settings(file: Path) -> StoreConfig:
     settings = load_config(file)
     if settings.hbm is None:
         raise ConfigError(
-            f"{file}: the configuration needs an hbm section, where the model's K and V are computed"
+            f"{file}: the configuration needs an hbm section, which sets the memory for the model's K and V"
         )
     if settings.hbm.owner != "store":
         raise ConfigError(f"{file}: hbm.owner must be 'store', got {settings.hbm.owner!r}")
-    if settings.hbm.device != "cpu":
-        from tierstore.gpu.device import require_device
-
-        require_device(settings.hbm.device)
     return settings
+
+
+def _require_folders(model: str, documents: Path | None) -> None:
+    """Raise ConfigError if the model or the documents folder cannot be used. Does not import torch."""
+    require_model(model)
+    if documents is not None and documents.exists() and not documents.is_dir():
+        raise ConfigError(
+            f"--documents {documents} is not a folder; name an existing folder, or a new one, which will be created"
+        )
+
+
+def _require_device(settings: StoreConfig) -> None:
+    from tierstore.gpu.device import require_device
+
+    assert settings.hbm is not None
+    require_device(settings.hbm.device)
 
 
 def _use_threads(settings: StoreConfig, wanted: int | None) -> Threads | None:
@@ -136,15 +152,13 @@ def _use_threads(settings: StoreConfig, wanted: int | None) -> Threads | None:
 
 
 def _reader(model: str, settings: StoreConfig, dtype: Dtype) -> Reader:
-    from tierstore.demo.model import ModelError, model_folder
+    assert settings.hbm is not None
+    folder = model_folder(model, progress.print)
     from tierstore.serve.model import Reader
 
-    assert settings.hbm is not None
-    try:
-        folder = model_folder(model, progress.print)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-    return Reader.load(folder, settings.hbm.device, dtype.value, short_name(model) or folder.resolve().name)
+    name = short_name(model) or folder.resolve().name
+    progress.print(f"loading {name}", highlight=False, soft_wrap=True)
+    return Reader.load(folder, settings.hbm.device, dtype.value, name)
 
 
 def _run(
@@ -158,9 +172,9 @@ def _run(
     threads: Threads | None,
     as_json: bool,
 ) -> None:
-    """Serve until the process is told to end."""
-    from prefetch import Prefetcher
-    from tierstore.adapters.huggingface import page_specs
+    """Open the store and serve until the process receives Ctrl+C or SIGTERM. Then close the store."""
+    from tierstore.nvme.directory_layout import missing_folders, remove_empty
+    from tierstore.prefetch import Prefetcher
     from tierstore.serve.app import Server, make_app
     from tierstore.serve.documents import Library
     from tierstore.serve.engine import Engine
@@ -168,11 +182,16 @@ def _run(
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("tierstore.serve").setLevel(logging.INFO)
-    library = Library(documents)
+    made = () if documents is None else missing_folders(documents.absolute())
     try:
-        specs = page_specs(reader.model, settings.page_size or PAGE_SIZE)
-    except ValueError as error:
-        raise ConfigError(f"--model {reader.name}: {error}") from error
+        library = Library(documents)
+        progress.print("reading the weights, which are part of the pages' identity")
+        specs = _specs(reader, settings)
+        progress.print("opening the store")
+        opened = TierStore.open(settings, specs, name=reader.name)
+    except BaseException:
+        remove_empty(made)
+        raise
 
     def listening() -> None:
         if threads is not None:
@@ -184,15 +203,24 @@ def _run(
         else:
             typer.echo(f"{reader.name} answers at {url}")
 
-    with TierStore.open(settings, specs) as store, Prefetcher.attach(store):
+    with opened as store, Prefetcher.attach(store):
         engine = Engine(reader, store, max_active=limits.max_active, max_waiting=limits.max_waiting)
         try:
             app = make_app(reader, engine, store, library, tenants, hosts=hosts)
-            gc.freeze()  # a full garbage collection stops every thread; objects that exist now are here to stay
+            gc.freeze()  # full collections pause all threads; they need not scan the objects that exist now
             Server(app, engine, listening).run(sockets=[bound])
         finally:
-            gc.unfreeze()  # otherwise libraries report leaks at exit
+            gc.unfreeze()  # otherwise some libraries report memory leaks at exit
             engine.close()
+
+
+def _specs(reader: Reader, settings: StoreConfig) -> tuple[PageSpec, ...]:
+    from tierstore.adapters.huggingface import page_specs
+
+    try:
+        return page_specs(reader.model, settings.page_size or PAGE_SIZE)
+    except ValueError as error:
+        raise ConfigError(f"--model {reader.name}: {error}") from error
 
 
 def _is_loopback(host: str) -> bool:
@@ -203,10 +231,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hosts(host: str, tenants: Tenants, *, for_all: bool) -> tuple[str, ...]:
-    """Return the host names that requests may address.
+    """Return the accepted values of the Host header.
 
-    Without keys, a web page from elsewhere must not reach the server through a name of its own that points to this
-    machine.
+    If the server needs no keys, only names of this machine are accepted. Otherwise a website could make its own
+    name resolve to this machine and let its visitors' browsers use the server.
     """
     if for_all or not tenants.open:
         return ("*",)
@@ -217,7 +245,13 @@ def _hosts(host: str, tenants: Tenants, *, for_all: bool) -> tuple[str, ...]:
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind the socket before a model is loaded for it. ConfigError if the address cannot be bound."""
+    """Bind a socket to the address for the duration of the ``with`` block, and yield it.
+
+    This is done before the model is loaded, so that a wrong address is reported at once.
+
+    Raises:
+        ConfigError: The address is invalid or in use.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)

@@ -1,6 +1,7 @@
-"""Commands that run studies from ``benchmarks/`` of a checkout: ``compare``, ``bench engine`` and ``bench hints``.
+"""The commands ``compare``, ``bench engine`` and ``bench hints``, which run studies from ``benchmarks/``.
 
-An installed wheel lists these commands but refuses to run them and says what they need.
+They need a checkout of the repository. If only the wheel is installed, they are listed in the help text, but exit
+with an error saying that a checkout is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tierstore.cli.output import Json, refusals, study
 from tierstore.demo.model import ALLOWED
 
 PAGE_SIZE = 64
-"""Tokens per page in ``bench hints``."""
+"""Number of tokens per page in ``bench hints``."""
 
 
 def compare(
@@ -25,7 +26,7 @@ def compare(
     ] = None,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or folders to read instead of this machine's licences."),
+        typer.Option(help="Text files or folders to read instead of licence texts of this machine."),
     ] = None,
     place: Annotated[
         Path | None,
@@ -36,12 +37,13 @@ def compare(
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Compare answers over the store with answers of plain transformers.
+    """Check that answers computed with the store are equal to those of plain transformers.
 
-    The cases are greedy decoding, batches, samples, beams, draft models, chunks and rollbacks.
+    The cases cover greedy decoding, batches, sampling, beam search, draft models, chunks and rollbacks.
 
-    Compares every answer with that of transformers' own cache, token by token, in float32, and checks that the
-    model computes only what was not reused. Prepares the models on first use. Exit code 1 if a case differs.
+    Every answer is compared with one from transformers' own cache, token by token, in float32. The command
+    also checks that the model computes only tokens that were not reused. It prepares the models on first use.
+    Exit code 1 if a case differs.
     """
     with refusals(as_json):
         module = study("compare.command")
@@ -59,12 +61,15 @@ def engine(
     ] = "",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
     heads: Annotated[int, typer.Option(min=1, help="KV heads of the model.")] = 8,
-    dim: Annotated[int, typer.Option(min=1, help="Their dimension.")] = 128,
+    dim: Annotated[int, typer.Option(min=1, help="Dimension of a KV head.")] = 128,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of copies; the median is reported.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measure how fast the vLLM connector's worker copies blocks out and back, relative to one contiguous copy."""
+    """Measure how fast the vLLM connector's worker copies blocks out of the engine's memory and back.
+
+    The rate is compared with that of one contiguous copy.
+    """
     with refusals(as_json):
         module = study("engine")
     module.run(
@@ -94,7 +99,9 @@ def hints(
         int | None,
         typer.Option(min=PAGE_SIZE, help="Length of a document on disk, if it differs from --tokens."),
     ] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Number of documents, asked in turn.")] = 1,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Number of documents. They are requested in turn.")
+    ] = 1,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model if it is none or random.")] = 32,
     sources: Annotated[
         str, typer.Option("--from", help="Where the documents are at first: nvme, host, or both.")
@@ -105,7 +112,7 @@ def hints(
     docs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text files to use as documents of a real model. Default: this machine's licences."
+            help="Text files to use as documents of a real model. Default: licence texts of this machine."
         ),
     ] = None,
     place: Annotated[
@@ -114,9 +121,10 @@ def hints(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure how soon documents below HBM answer: without a hint, with a late hint and with a hint in good time.
+    """Measure how soon a request for a document outside HBM is answered, with and without hints.
 
-    Compares each with the same document in HBM, with real copies. ``ratio`` is relative to the best possible time.
+    Requests without a hint, with a late hint and with an early hint are compared with one whose document is in HBM.
+    Pages are really copied. ``ratio`` is the time divided by the best possible time.
     """
     with refusals(as_json):
         module = study("hints")

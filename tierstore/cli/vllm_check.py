@@ -1,7 +1,7 @@
-"""``vllm-check``: compare the installed vLLM with what our connector and our tier expect.
+"""The ``vllm-check`` command, which checks whether TierStore's connector and tier work with the installed vLLM.
 
-The checks read vLLM's source and import nothing of it. They work for a CUDA build on a machine without a GPU, and
-for a build that does not start.
+The checks read vLLM's source code without importing it. They therefore also work for a CUDA build on a machine
+without a GPU, and for an installation that cannot be imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def vllm_check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what the installed vLLM supports, without starting it. Exit code 1 if the connector would not work."""
+    """Show what the installed vLLM supports, without starting it.
+
+    Exit code 1 if the connector would not work.
+    """
     with refusals(as_json):
         package = _package(source)
         checks = list(every_check(package))
@@ -42,11 +45,13 @@ def _package(source: Path | None) -> Path:
         for package in (folder, folder / "vllm"):
             if package.name == "vllm" and package.is_dir():
                 return package
-        raise ConfigError(f"--source {source}: the folder does not contain a package vllm")
+        raise ConfigError(
+            f"--source {source}: the folder does not contain a package vllm; name the folder that contains it"
+        )
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
-            "vLLM is not installed in this Python: install it, or name an unpacked one with --source FOLDER"
+            "vLLM is not installed in this Python: install it, or pass an unpacked copy with --source FOLDER"
         )
     return Path(found.submodule_search_locations[0])
 
@@ -56,7 +61,7 @@ _OURS = Path(__file__).parents[1] / "adapters"
 
 
 def every_check(package: Path) -> Iterator[Check]:
-    """Yield all checks of the vLLM in the folder ``vllm`` itself, in the order in which they are shown."""
+    """Yield all checks in display order. ``package`` is the folder of the package ``vllm``."""
     yield version(package)
     connector = _module(package / _CONNECTOR).classes
     ours = _module(_OURS / "vllm" / "connector.py").classes["TierStoreConnector"]
@@ -69,7 +74,7 @@ def every_check(package: Path) -> Iterator[Check]:
 
 
 def version(package: Path) -> Check:
-    """Check whether this version was tested."""
+    """Check whether TierStore has been tested with this version of vLLM."""
     from tierstore.adapters.vllm.compat import NEWEST, OLDEST
 
     found = _version(package)
@@ -84,7 +89,14 @@ def version(package: Path) -> Check:
 
 
 def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[Check]:
-    """Check that we have the methods that vLLM calls, and that they accept what it passes."""
+    """Check that TierStore's class ``ours`` has the methods that vLLM calls, and that they accept its arguments.
+
+    Args:
+        name: What the class implements, for the output.
+        theirs: vLLM's base class, or None if this vLLM does not have it.
+        ours: TierStore's class.
+        where: The file of vLLM's base class, relative to the package.
+    """
     if theirs is None:
         yield Check(f"{name}'s hooks", "not found", "fail", f"vllm/{where} does not define them")
         return
@@ -92,7 +104,10 @@ def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[
     missing = sorted(hook for hook in needed if hook not in ours.members)
     if missing:
         yield Check(
-            f"{name}'s hooks", ", ".join(missing), "fail", "this vLLM requires them, and we do not have them"
+            f"{name}'s hooks",
+            ", ".join(missing),
+            "fail",
+            "this vLLM requires them, but TierStore does not define them",
         )
     wrong = [f"{hook}: {why}" for hook, why in sorted(_mismatches(theirs, ours).items())]
     if wrong:
@@ -107,35 +122,39 @@ def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[
             and member.is_public
             and (member.is_function or "property" in member.labels)
         ]
-        yield Check(f"{name}'s hooks", f"{len(shared)} of ours, each as this vLLM calls it")
+        number = "1 hook" if len(shared) == 1 else f"{len(shared)} hooks"
+        yield Check(f"{name}'s hooks", f"{number}, called by this vLLM as TierStore expects")
 
 
 def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
-    """Check whether layers with sliding windows have KV cache groups of their own."""
+    """Check whether this vLLM can give layers with sliding windows a KV cache group of their own."""
     name, theirs = "hybrid KV cache manager", connector.get("SupportsHMA")
     if theirs is None:
         why = f"vllm/{_CONNECTOR} does not define the connector's interface"
         yield Check(name, "no SupportsHMA", "fail", why)
     elif "KVConnectorTransferResults" not in connector:
-        why = "full attention and windows share a group: this vLLM cannot report a failed load by group"
+        why = (
+            "layers with full attention and with windows share a group, because this vLLM cannot report for "
+            "which group a load failed"
+        )
         yield Check(name, "off with TierStore", "note", why)
     else:
-        yield Check(name, "groups of their own for windows")
+        yield Check(name, "windows have groups of their own")
         yield from hooks("SupportsHMA", theirs, ours, _CONNECTOR)
 
 
 def settings(package: Path) -> Iterator[Check]:
-    """Check the settings that turn TierStore on."""
+    """Check that vLLM has the settings that the connector needs."""
     fields = _names(package / "config" / "kv_transfer.py", "KVTransferConfig")
     for field, use in (
         ("kv_connector_module_path", "the connector cannot be chosen"),
         ("kv_load_failure_policy", "a request ends with an error if one of its pages cannot be loaded"),
     ):
-        yield Check(field, "there") if field in fields else Check(field, "missing", "fail", use)
+        yield Check(field, "present") if field in fields else Check(field, "missing", "fail", use)
 
 
 def layouts(package: Path, connector: Class | None) -> Check:
-    """Check how the layers of a block may lie in memory. If they are adjacent, a block is one copy."""
+    """Check whether vLLM can place all layers of a block next to each other, so that one copy moves a block."""
     names = _names(package / "v1" / "kv_cache_layout.py", "KVCacheLayout")
     if "BLHNC" in names:
         return Check("KV layouts", ", ".join(sorted(names)))
@@ -146,7 +165,7 @@ def layouts(package: Path, connector: Class | None) -> Check:
 
 
 def hit_sources(package: Path) -> Check:
-    """Check whether vLLM's metrics distinguish hits in memory from hits on disk."""
+    """Check whether vLLM's metrics distinguish cache hits in host memory from cache hits on disk."""
     names = _names(package / "v1" / "metrics" / "cache_hit_source.py", "CacheHitSource")
     if {"HOST", "DISK"} <= names:
         return Check("hit sources", ", ".join(sorted(names)))
@@ -154,13 +173,16 @@ def hit_sources(package: Path) -> Check:
 
 
 def secondary_tier(package: Path) -> Iterator[Check]:
-    """Check whether our tier fits below vLLM's own CPU tier."""
+    """Check whether this vLLM can use TierStore as a tier below its own CPU tier."""
     where = "v1/kv_offload/tiering/base.py"
     factories = _module(package / "v1" / "kv_offload" / "tiering" / "factory.py").classes.values()
     getters = [found for factory in factories if (found := factory.functions.get("get_tier_class"))]
     if not any("module_path" in getter.source for getter in getters):
         yield Check(
-            "tier below vLLM's", "none", "note", "this vLLM does not load tiers of other packages; 0.32 does"
+            "tier below vLLM's",
+            "none",
+            "note",
+            "this vLLM does not load tiers from other packages; vLLM 0.32 does",
         )
         return
     theirs = _module(package / where).classes.get("SecondaryTierManager")
@@ -174,13 +196,16 @@ _MISMATCHES = {
     "PARAMETER_CHANGED_REQUIRED": "we require {}",
     "PARAMETER_ADDED_REQUIRED": "we require {}",
 }
-"""Breaking changes that make a call fail, by griffe's name. Changed defaults and annotations do not."""
+"""Messages for the differences that make a call fail, by griffe's name for the kind of difference.
+
+Different defaults and annotations are not listed, because they do not make a call fail.
+"""
 
 
 def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
-    """Return why calls that fit ``theirs`` may not fit ``ours``, by method.
+    """Return the methods of ``ours`` that do not accept all calls that ``theirs`` accepts, each with the reason.
 
-    griffe compares two versions of a class; ours takes the part of the newer one.
+    griffe compares two versions of the same class. Here, ``theirs`` is the old version and ``ours`` the new one.
     """
     import griffe
 
@@ -199,8 +224,11 @@ def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
 
 
 def _is_harmless(theirs: Parameter | None, ours: Parameter | None, method: Function) -> bool:
-    """Return whether this difference in parameters makes no call fail."""
-    if theirs is None:  # our own keyword: it comes from the configuration, not from vLLM
+    """Return whether no call by vLLM fails because of this difference between two parameters.
+
+    ``theirs`` is None if only TierStore's method has the parameter, and ``ours`` is None if only vLLM's has it.
+    """
+    if theirs is None:  # a keyword-only parameter of ours gets its value from the configuration
         return ours is not None and ours.kind is not None and ours.kind.name == "keyword_only"
     variadic = theirs.kind is not None and theirs.kind.name in ("var_positional", "var_keyword")
     return variadic and any(parameter.kind is theirs.kind for parameter in method.parameters)
@@ -212,7 +240,10 @@ def _kind(member: Object | Alias) -> str:
 
 
 def _module(path: Path) -> Module:
-    """Read a module from its source without importing it. Returns an empty module if there is no such file."""
+    """Parse a Python file without importing it.
+
+    Return an empty module if the file cannot be read or parsed.
+    """
     import griffe
 
     try:
@@ -225,7 +256,10 @@ def _module(path: Path) -> Module:
 
 
 def _names(path: Path, name: str) -> set[str]:
-    """Return the names of a class's attributes, without properties."""
+    """Return the names of the attributes of class ``name`` in the file ``path``, except properties.
+
+    Return an empty set if there is no such file or class.
+    """
     found = _module(path).classes.get(name)
     attributes = {} if found is None else found.attributes
     return {name for name, attribute in attributes.items() if "property" not in attribute.labels}

@@ -1,8 +1,9 @@
-"""Codecs for pages of floats: the lossless ``exp`` and lossy ones with stated error bounds, by name.
+"""Codecs for pages of floating-point numbers: the lossless ``exp``, and lossy ones with stated error bounds.
 
-``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` make payloads whose length follows from the layout alone; with
-``+zstd`` their codes are compressed, and the length depends on the numbers. ``lossy.LOSSY`` describes each codec,
-docs/codecs.md the layout of a payload. NumPy and zstandard only: no device, disk or thread.
+The payloads of ``fp8``, ``int8``, ``k8v4``, ``int4`` and ``int4-64`` have a length that depends only on the
+page layout. With ``+zstd``, codes are compressed and the length also depends on the page's contents.
+``lossy.LOSSY`` defines each lossy codec; docs/codecs.md describes the layout of a payload. The package depends
+only on NumPy and zstandard, and uses no device, disk or thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 
 
 class PageEncoder(Protocol):
-    """Makes payloads, for one thread. See ``exp.Encoder`` and ``lossy.Encoder``."""
+    """Encodes pages into payloads. Not thread-safe. See ``exp.Encoder`` and ``lossy.Encoder``."""
 
     @property
     def name(self) -> str:
@@ -39,12 +40,15 @@ class PageEncoder(Protocol):
         ...
 
     def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
-        """Write the payload of ``page`` into ``out`` and return its length; None if the page should be kept raw."""
+        """Write the payload of ``page`` into ``out`` and return its length in bytes.
+
+        Return None if the codec cannot encode the page or would hardly make it smaller.
+        """
         ...
 
 
 class PageDecoder(Protocol):
-    """Decodes payloads, for one thread. See ``exp.Decoder`` and ``lossy.Decoder``."""
+    """Decodes payloads into pages. Not thread-safe. See ``exp.Decoder`` and ``lossy.Decoder``."""
 
     @property
     def name(self) -> str:
@@ -52,26 +56,40 @@ class PageDecoder(Protocol):
         ...
 
     def decode(self, payload: NDArray[np.uint8], page: NDArray[np.uint8]) -> None:
-        """Fill ``page`` from ``payload``. IntegrityError if no encoder of this codec and layout can have made it."""
+        """Fill ``page`` from ``payload``.
+
+        Raises:
+            IntegrityError: No encoder of this codec and layout can have written the payload.
+        """
         ...
 
 
 def encoder(name: str, layout: PageLayout) -> PageEncoder | None:
-    """Make an encoder of pages of ``layout`` for one thread; None for "none". ValueError for an unknown name."""
+    """Create an encoder for pages of ``layout``. Return None if the codec is "none".
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if _known(name) == "none":
         return None
     return exp.Encoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Encoder(LOSSY[name], layout)
 
 
 def decoder(name: str, layout: PageLayout) -> PageDecoder | None:
-    """Make a decoder of pages of ``layout`` for one thread; None for "none". ValueError for an unknown name."""
+    """Create a decoder for pages of ``layout``. Return None if the codec is "none".
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if _known(name) == "none":
         return None
     return exp.Decoder(exp.Geometry.of(layout)) if name == "exp" else lossy.Decoder(LOSSY[name], layout)
 
 
 def saves(name: str, layout: PageLayout) -> bool:
-    """Return whether a codec can make pages of ``layout`` smaller: ``exp`` needs 16-bit dtypes, lossy codecs floats.
+    """Return whether a codec can make pages of ``layout`` smaller.
+
+    ``exp`` needs a 16-bit floating-point dtype, a lossy codec any floating-point dtype.
 
     Raises:
         ValueError: The name is unknown.
@@ -84,7 +102,10 @@ def saves(name: str, layout: PageLayout) -> bool:
 
 
 def fixed_nbytes(name: str, layout: PageLayout) -> int | None:
-    """Return the length of every payload of a page of ``layout``; None if it varies or no page is encoded.
+    """Return the length in bytes that every payload of pages of ``layout`` has.
+
+    For "none", it is the length of the page. Return None if the length varies, or if the codec does not encode
+    pages of this layout.
 
     Raises:
         ValueError: The name is unknown.

@@ -1,17 +1,21 @@
-"""The lossless codec ``exp`` for pages of 16-bit floats: exponents are compressed with zstandard, the rest is kept.
+"""The lossless codec ``exp`` for pages of 16-bit floats.
 
-Of the 16 bits of a number, bits 14..7 (bfloat16: the exponent; float16: the exponent and three bits of mantissa) are
-separated from the sign and the other seven bits, which are noise. Over the tokens of a page, the exponents of one
-channel (layer, K or V, head, dimension) stay near their maximum, so each channel's maximum and the distances from it
-are compressed. All arithmetic is on integers, so every bit pattern is restored: NaN payloads, infinities, subnormals
-and -0. KV groups of other dtypes and the gaps between groups are kept as they are.
+It compresses the exponents with zstandard and stores all other bits as they are.
 
-    payload = zstandard frame of (maxima, distances) of each 16-bit group | their other halves | the rest of the page
+Each 16-bit number is split into two bytes. The high byte is bits 14..7 (bfloat16: the exponent; float16: the
+exponent and three bits of the mantissa). The low byte is the sign and bits 6..0, which do not compress. Over the
+tokens of a page, the high bytes of one channel (layer, K or V, head, dimension) stay close to their maximum. The
+codec therefore compresses each channel's maximum and the distances from it. All arithmetic is on integers, so
+every bit pattern is restored: NaN payloads, infinities, subnormals and -0. KV groups of other dtypes and the
+gaps between groups are copied unchanged.
 
-zstandard levels above 1 and match searches make real KV larger and slower; token-major order compresses as well as
-channel-major once the maxima are removed (docs/history/codecs.md).
+    payload = zstandard frame of (maxima, distances) for each KV group of 16-bit floats
+              | low bytes of the numbers | rest of the page
 
-A zstandard context serves one thread, so every I/O thread makes its own ``Encoder`` or ``Decoder``.
+Zstandard levels above 1 and match searches compress real KV less well, and take longer. Token-major order
+compresses as well as channel-major order once the maxima are removed (docs/history/codecs.md).
+
+A zstandard context is not thread-safe, so every I/O thread creates its own ``Encoder`` or ``Decoder``.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 import zstandard
 
 from tierstore.errors import IntegrityError
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,17 +40,20 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 MOST_STORED = 0.9
-"""A payload that takes more than this share of its page is not worth its decoding: the page is stored raw."""
+"""If a payload would be larger than this fraction of its page, the page is stored unencoded.
 
-_PART = 1 << 19  # numbers handled at a time: passes over them stay in the processor's cache
-_LOW = 0x807F  # sign and the seven bits that are kept as they are
-_SLACK = {"bfloat16": 0, "float16": 7}  # bits of mantissa beside the exponent, left out of the maximum
+Decoding would take more time than the smaller payload saves.
+"""
+
+_PART = 1 << 19  # numbers processed at a time, so that they stay in the processor's cache
+_LOW = 0x807F  # mask of the bits in the low byte
+_SLACK = {"bfloat16": 0, "float16": 7}  # mantissa bits of the high byte, all set in the maximum
 _WORD = np.dtype("<u2")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A KV group of 16-bit floats: ``rows`` of ``[tokens, channels]`` from byte ``offset`` of the page on."""
+    """A KV group of 16-bit floats: ``rows`` arrays ``[tokens, channels]`` that start at ``offset``."""
 
     offset: int
     rows: int
@@ -65,7 +73,7 @@ class Group:
 
     @property
     def row_parts(self) -> Iterator[slice]:
-        """Yield the rows in parts of about ``_PART`` numbers, at least one row each."""
+        """Slices of rows that are processed together: ``_PART`` numbers at most, but at least one row."""
         step = self.part_rows
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
@@ -77,14 +85,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Positions of the 16-bit groups in a page of ``page_nbytes``, ascending and without overlap."""
+    """The KV groups of 16-bit floats in a page of ``page_nbytes`` bytes, in order and without overlaps."""
 
     page_nbytes: int
     groups: tuple[Group, ...] = ()
 
     @classmethod
     def of(cls, layout: PageLayout) -> Geometry:
-        """Return the geometry of a layout's blobs, including the gaps between them."""
+        """Return the geometry of pages with this layout. Pages include the gaps between groups."""
         groups = [
             Group(offset, prod(spec.shape[:2]), spec.shape[2], prod(spec.shape[3:]), _SLACK[spec.dtype])
             for offset, spec in zip(layout.offsets, layout.specs, strict=True)
@@ -99,23 +107,26 @@ class Geometry:
 
     @property
     def plane_nbytes(self) -> int:
-        """Bytes that the zstandard frame holds: one per number and one per channel of a row for its maximum."""
+        """Size in bytes of the zstandard frame's content.
+
+        It contains a byte per number for the distance, and a byte per channel of each row for the maximum.
+        """
         return sum(group.numbers + group.rows * group.channels for group in self.groups)
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes after the frame: the other halves, and the bytes outside 16-bit groups."""
+        """Number of bytes after the frame: the numbers' low bytes, and all bytes outside the groups."""
         return self.page_nbytes - self.numbers
 
     def rest(self, page: Bytes) -> Iterator[Bytes]:
-        """Yield views of the bytes of ``page`` that no 16-bit group covers."""
+        """Yield views of the bytes of ``page`` that are outside the groups."""
         starts = [0, *(group.end for group in self.groups)]
         ends = [*(group.offset for group in self.groups), self.page_nbytes]
         return (page[start:end] for start, end in zip(starts, ends, strict=True) if start < end)
 
 
 class Encoder:
-    """Makes payloads. Not thread-safe; its scratch memory is one part and half a page."""
+    """Encodes pages into payloads. Not thread-safe. Uses half a page plus about 2 MiB of scratch memory."""
 
     name = "exp"
 
@@ -128,12 +139,14 @@ class Encoder:
         self._zstd = zstandard.ZstdCompressor(compression_params=settings)
 
     def encode(self, page: Bytes, out: Bytes) -> int | None:
-        """Write the payload of ``page`` into ``out`` and return its length; None if it would save less than 10 %.
+        """Write the payload of ``page`` into ``out``.
+
+        Return its length in bytes, or None if the page has no group of 16-bit floats or would shrink by less than 10 %.
 
         Args:
-            page: Flat contiguous uint8; not changed.
-            out: Flat contiguous uint8 of the page's length that does not overlap it. Its content is undefined after
-                None.
+            page: Flat contiguous uint8. It is not changed.
+            out: Flat contiguous uint8 of the page's length that does not overlap the page. Its content is
+                undefined if None is returned.
         """
         if not self._geometry.groups:
             return None
@@ -173,7 +186,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads back into pages. Not thread-safe; its scratch memory is one part."""
+    """Decodes payloads into pages. Not thread-safe. Uses about 1.5 MiB of scratch memory."""
 
     name = "exp"
 
@@ -184,17 +197,19 @@ class Decoder:
         self._zstd = zstandard.ZstdDecompressor()
 
     def decode(self, payload: Bytes, page: Bytes) -> None:
-        """Fill ``page`` from ``payload``, both flat contiguous uint8 that do not overlap.
+        """Fill ``page`` from ``payload``. Both are flat contiguous uint8 and must not overlap.
 
-        A modified payload that still has the right form gives other bytes; the record's checksum detects that.
+        Corruption that leaves the payload's form valid is not detected here, but by the record's checksum.
 
         Raises:
-            IntegrityError: ``Encoder`` cannot have made this of such a page. The content of ``page`` is undefined, and
-                nothing is written outside it.
+            IntegrityError: ``Encoder`` cannot have written this payload for such a page. The content of
+                ``page`` is then undefined, and nothing was written outside it.
         """
         frame_nbytes = payload.nbytes - self._geometry.kept_nbytes
         if page.nbytes != self._geometry.page_nbytes or frame_nbytes <= 0:
-            raise IntegrityError(f"payload of {payload.nbytes} bytes for a page of {page.nbytes}")
+            raise IntegrityError(
+                f"a payload of {exact_size(payload.nbytes)} does not match a page of {exact_size(page.nbytes)}"
+            )
         plane = self._expand(payload[:frame_nbytes])
         kept = payload[frame_nbytes:]
         lows = _lows(self._geometry, kept)
@@ -209,13 +224,18 @@ class Decoder:
         wanted = self._geometry.plane_nbytes
         try:
             stated = zstandard.frame_content_size(frame.data)
-            if stated != wanted:  # before anything of that size is allocated
-                raise IntegrityError(f"exponents of {stated} bytes where the page has {wanted}")
+            if stated != wanted:  # checked before memory of that size is allocated
+                raise IntegrityError(
+                    f"the frame header says {exact_size(stated)} of exponents, "
+                    f"but the page needs {exact_size(wanted)}"
+                )
             plane = self._zstd.decompress(frame.data, max_output_size=wanted, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise IntegrityError(f"exponents cannot be expanded: {error}") from error
+            raise IntegrityError(f"the exponents cannot be decompressed: {error}") from error
         if len(plane) != wanted:
-            raise IntegrityError(f"exponents of {len(plane)} bytes where the page has {wanted}")
+            raise IntegrityError(
+                f"the exponents decompress to {exact_size(len(plane))}, but the page needs {exact_size(wanted)}"
+            )
         return np.frombuffer(plane, dtype=np.uint8)
 
     def _join(self, group: Group, page: Bytes, maxima: Bytes, distances: Bytes, low: Bytes) -> None:
@@ -226,13 +246,13 @@ class Decoder:
             np.copyto(words[part], high)
             np.left_shift(words[part], 7, out=words[part])
             np.copyto(kept, low[part])
-            np.multiply(kept, 257, out=kept)  # the byte, and the byte 8 bits up: the sign is at its place
+            np.multiply(kept, 257, out=kept)  # copies the byte to bits 15..8, where its sign bit belongs
             np.bitwise_and(kept, _LOW, out=kept)
             np.bitwise_or(words[part], kept, out=words[part])
 
 
 def _scratch(geometry: Geometry, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate memory for the largest part of any group."""
+    """Allocate scratch memory for the largest part of any group."""
     largest = max((group.numbers // group.rows * group.part_rows for group in geometry.groups), default=0)
     return np.empty(largest, dtype=dtype)
 
@@ -246,7 +266,7 @@ def _words(group: Group, page: Bytes) -> NDArray[np.uint16]:
 
 
 def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, Bytes]]:
-    """Yield each group with its ``[rows, channels]`` of maxima and ``[rows, tokens, channels]`` of distances."""
+    """Yield each group with its maxima ``[rows, channels]`` and distances ``[rows, tokens, channels]``."""
     at = 0
     for group in geometry.groups:
         middle = at + group.rows * group.channels
@@ -256,7 +276,7 @@ def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, By
 
 
 def _lows(geometry: Geometry, kept: Bytes) -> Iterator[tuple[Group, Bytes]]:
-    """Yield each group with its ``[rows, tokens, channels]`` of other halves."""
+    """Yield each group with the low bytes of its numbers, ``[rows, tokens, channels]``."""
     at = 0
     for group in geometry.groups:
         end = at + group.numbers

@@ -1,19 +1,22 @@
 """The lossy codecs by name, the layout of their payloads, and their encoder and decoder.
 
-``LOSSY`` says how each codec quantizes keys and values, and its loss class. A loss class is part of the key namespace:
-pages of one class may stand for each other, pages of two never do. Codecs that give back the same numbers are of one
-class: ``int8`` and ``int8+zstd`` state the same numbers, and going from one to the other (``CodeCompressor``,
-``CodeExpander``) loses nothing and asks for no arithmetic.
+``LOSSY`` defines how each codec quantizes keys and values, and its loss class. A loss class is part of the
+key namespace: pages of the same class may replace each other, and pages of different classes never do. Codecs
+that decode to the same numbers have the same class. For example, ``int8`` and ``int8+zstd`` do.
+``CodeCompressor`` and ``CodeExpander`` convert between their payloads without loss, and without decoding any
+number.
 
-``PayloadLayout`` says which bytes of a page are keys and values, and where in a payload their codes and scales lie:
+``PayloadLayout`` defines which bytes of a page are keys and values, and where a payload contains their codes
+and scales:
 
-    payload = of each KV group, keys then values: scales, and the smallest numbers where they are stored
-            | the bytes of the page that are no such numbers
-            | of each KV group, keys then values: codes, or one zstandard frame of all these
+    payload = for each KV group, keys then values: scales, then minimums if the codec stores them
+            | the bytes of the page that are not encoded
+            | for each KV group, keys then values: codes, or one zstandard frame of all codes
 
-Within each of these, layer by layer. All lengths but the frame's follow from the layout.
+Scales, minimums and codes are each ordered by layer. All lengths except the frame's follow from the layout.
 
-An ``Encoder`` or ``Decoder`` handles some layers at a time and has scratch of its own: make one for each thread.
+An ``Encoder`` or ``Decoder`` processes a few layers at a time and has its own scratch memory. Create one per
+thread.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from tierstore.codecs import quantization
 from tierstore.codecs.quantization import SCALE, WORDS, Fp8, Shape, Steps
 from tierstore.errors import IntegrityError
 from tierstore.keys import EXACT
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(Protocol):
-    """How the keys or values of one layer become codes and scales; see ``Steps`` and ``Fp8``."""
+    """A scheme that quantizes the keys or values of one layer. ``Steps`` and ``Fp8`` implement it."""
 
     @property
     def bound(self) -> Bound: ...
@@ -83,9 +87,10 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy codec. ``keys`` is also used for data with one plane, such as MLA's latent.
+    """A lossy codec, with a scheme for keys and one for values.
 
-    With ``zstd`` the codes are compressed and a payload's length depends on the numbers, otherwise on the layout alone.
+    KV groups with a single plane, such as MLA's latent, use the scheme for keys. With ``zstd``, codes are
+    compressed and the length of a payload depends on the numbers. Otherwise it depends only on the layout.
     """
 
     name: str
@@ -112,12 +117,17 @@ LOSSY = {
 """The lossy codecs by name."""
 
 LOSS_CLASSES = {"none": EXACT, "exp": EXACT} | {name: codec.loss_class for name, codec in LOSSY.items()}
-"""The loss class of every codec by its name."""
+"""The loss class of every codec, by codec name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The keys or the values of a KV group: ``[layers, tokens, heads, dim]``, interleaved with the other plane."""
+    """The keys or the values of a KV group, ``[layers, tokens, heads, dim]``.
+
+    In the page, each layer's keys are followed by its values, so a plane is not contiguous. ``offset`` is the
+    offset of the KV group in the page, ``planes`` the group's number of planes, and ``index`` the index of this
+    one.
+    """
 
     scheme: Scheme
     dtype: str
@@ -139,29 +149,29 @@ class Plane:
 
     @property
     def scale_nbytes(self) -> int:
-        """Bytes of all scales."""
+        """Size of all scales in bytes."""
         return self.layers * prod(self.scheme.sides(self.shape)) * SCALE.itemsize
 
     @property
     def floor_nbytes(self) -> int:
-        """Bytes of all minima; 0 if they are not stored."""
+        """Size of all minimums in bytes; 0 if the codec does not store them."""
         if not self.scheme.floored:
             return 0
         return self.layers * prod(self.scheme.sides(self.shape)) * WORDS[self.dtype].itemsize
 
     @property
     def code_nbytes(self) -> int:
-        """Bytes of all codes."""
+        """Size of all codes in bytes."""
         return self.layers * self.scheme.code_nbytes(self.shape)
 
     def words(self, page: Bytes) -> NDArray[Any]:
-        """Return the view of ``page``, ``[layers, tokens, heads, dim]``."""
+        """Return the plane as a view of ``page``, ``[layers, tokens, heads, dim]``."""
         whole = page[self.offset : self.end].view(WORDS[self.dtype])
         return whole.reshape(self.layers, self.planes, *self.shape)[:, self.index]
 
 
 class Parts(NamedTuple):
-    """The parts of a plane in a payload: ``[layers, *sides]`` of scales and minima, ``[layers, n]`` of codes."""
+    """A plane's parts of a payload: scales and minimums ``[layers, *sides]``, and codes ``[layers, n]``."""
 
     scales: NDArray[np.uint16]
     floors: NDArray[Any]
@@ -170,14 +180,18 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PayloadLayout:
-    """The planes of a page in order, and the lengths of a payload."""
+    """The planes of a page in order, and the lengths of the parts of a payload."""
 
     page_nbytes: int
     planes: tuple[Plane, ...]
 
     @classmethod
     def of(cls, layout: PageLayout, codec: Lossy) -> PayloadLayout:
-        """Return the payload layout. Groups of floats with tokens are encoded; all others are kept as they are."""
+        """Return the payload layout of pages with ``layout``.
+
+        KV groups of floating-point numbers are encoded, unless they are of kind "state". All other bytes are
+        copied unchanged.
+        """
         planes = []
         for offset, spec in zip(layout.offsets, layout.specs, strict=True):
             if spec.dtype not in WORDS or spec.kind == "state":
@@ -189,22 +203,27 @@ class PayloadLayout:
 
     @property
     def code_nbytes(self) -> int:
-        """Bytes of all codes, which end a payload or are in its frame."""
+        """Size in bytes of all codes, which are at the end of a payload or in its zstandard frame."""
         return sum(plane.code_nbytes for plane in self.planes)
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes before the codes: scales, minima, and what is kept as it is."""
+        """Number of bytes before the codes: scales, minimums and bytes that are not encoded."""
         sides = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
         return sides + sum(end - start for start, end in self.gaps())
 
     @property
     def fixed_nbytes(self) -> int:
-        """Length of a payload whose codes are not compressed."""
+        """Length in bytes of a payload whose codes are not compressed."""
         return self.kept_nbytes + self.code_nbytes
 
     def parts(self, kept: Bytes, codes: Bytes) -> Iterator[tuple[Plane, Parts]]:
-        """Return views of the two halves of a payload, plane by plane."""
+        """Yield each plane with views of its parts of a payload.
+
+        Args:
+            kept: The payload up to the codes, flat uint8 ``[kept_nbytes]``.
+            codes: The uncompressed codes, flat uint8 ``[code_nbytes]``.
+        """
         at, code = 0, 0
         for plane in self.planes:
             sides = (plane.layers, *plane.scheme.sides(plane.shape))
@@ -218,41 +237,52 @@ class PayloadLayout:
             code = end
 
     def rest(self, page: Bytes, kept: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Yield views of each piece of ``page`` that is kept as it is, and of its place in ``kept``."""
+        """Yield views of each piece of ``page`` that is not encoded, and of the same piece in ``kept``."""
         at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in self.planes)
         for start, end in self.gaps():
             yield page[start:end], kept[at : at + end - start]
             at += end - start
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each piece of a page that is kept as it is, in order."""
+        """Yield the start and end of each piece of a page that is not encoded, in order."""
         groups = dict.fromkeys((plane.offset, plane.end) for plane in self.planes)
         starts, ends = [0, *(end for _, end in groups)], [*(start for start, _ in groups), self.page_nbytes]
         return ((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
 
 def compressor() -> zstandard.ZstdCompressor:
-    """Make a compressor for codes, which have no long matches. For one thread."""
+    """Create a compressor with settings for codes, in which long matches are rare. Not thread-safe."""
     settings = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=12)
     return zstandard.ZstdCompressor(compression_params=settings)
 
 
 def expanded(zstd: zstandard.ZstdDecompressor, frame: Bytes, wanted: int) -> Bytes:
-    """Return the codes in ``frame``. IntegrityError unless they are ``wanted`` bytes."""
+    """Decompress the codes in ``frame``. Raises IntegrityError unless they have ``wanted`` bytes."""
     try:
         stated = zstandard.frame_content_size(frame.data)
-        if stated != wanted:  # before anything of that size is allocated
-            raise IntegrityError(f"codes of {stated} bytes where the page has {wanted}")
+        if stated != wanted:  # checked before memory of that size is allocated
+            raise IntegrityError(
+                f"the frame header says {exact_size(stated)} of codes, but the page needs {exact_size(wanted)}"
+            )
         codes = zstd.decompress(frame.data, max_output_size=wanted, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise IntegrityError(f"codes cannot be expanded: {error}") from error
+        raise IntegrityError(f"the codes cannot be decompressed: {error}") from error
     if len(codes) != wanted:
-        raise IntegrityError(f"codes of {len(codes)} bytes where the page has {wanted}")
+        raise IntegrityError(
+            f"the codes decompress to {exact_size(len(codes))}, but the page needs {exact_size(wanted)}"
+        )
     return np.frombuffer(codes, dtype=np.uint8)
 
 
 class CodeCompressor:
-    """Turns payloads of a codec without zstandard into those of ``codec``, its variant with it. For one thread."""
+    """Compresses the codes in payloads with zstandard, for example to convert ``int8`` to ``int8+zstd``.
+
+    Not thread-safe.
+
+    Args:
+        codec: The variant with zstandard.
+        layout: The layout of the pages.
+    """
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -260,9 +290,10 @@ class CodeCompressor:
         self._zstd = compressor()
 
     def encode(self, payload: Bytes, out: Bytes) -> int | None:
-        """Write the compressed payload into ``out`` and return its length; None if it would not be shorter.
+        """Write ``payload`` with compressed codes into ``out``, and return the new length in bytes.
 
-        Both are flat contiguous uint8 and do not overlap; ``out`` has at least the payload's length.
+        Return None if the new payload would not be shorter. Both arrays are flat contiguous uint8 and must not
+        overlap. ``out`` must be at least as long as ``payload``.
         """
         start, end = self._places.kept_nbytes, self._places.fixed_nbytes
         frame = self._zstd.compress(np.ascontiguousarray(payload[start:end]).data)
@@ -275,14 +306,18 @@ class CodeCompressor:
 
 
 class CodeExpander:
-    """The inverse of ``CodeCompressor``. For one thread."""
+    """Undoes what ``CodeCompressor`` does. For example, it converts ``int8+zstd`` to ``int8``. Not thread-safe."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self._places = PayloadLayout.of(layout, codec)
         self._zstd = zstandard.ZstdDecompressor()
 
     def decode(self, payload: Bytes, out: Bytes) -> None:
-        """Fill ``out`` with the payload without zstandard. IntegrityError if the frame is not of such a page."""
+        """Write ``payload`` into ``out`` with its codes decompressed.
+
+        Raises:
+            IntegrityError: The codes cannot be decompressed, or are not those of a page of this layout.
+        """
         start, end = self._places.kept_nbytes, self._places.fixed_nbytes
         codes = expanded(self._zstd, payload[start:], self._places.code_nbytes)
         np.copyto(out[:start], payload[:start])
@@ -290,13 +325,19 @@ class CodeExpander:
 
 
 MOST_STORED = 0.9
-"""A payload that takes more than this share of its page is not worth its loss: the page is stored raw."""
+"""If a payload would be larger than this fraction of its page, the page is stored unencoded.
 
-_PART = 1 << 16  # numbers handled at a time: passes over them stay in the processor's cache
+So small a saving is not worth the loss.
+"""
+
+_PART = 1 << 16  # numbers processed at a time, so that they stay in the processor's cache
 
 
 def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
-    """Return the length of every payload; None if it varies or no page of this layout is encoded."""
+    """Return the length in bytes that every payload of pages of ``layout`` has.
+
+    Return None if the length varies, or if the codec does not encode pages of this layout.
+    """
     places = PayloadLayout.of(layout, codec)
     return (
         places.fixed_nbytes
@@ -306,7 +347,7 @@ def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
 
 
 class _Passes:
-    """Scratch memory for the largest part of any plane, and the parts."""
+    """Iterates over planes in parts of a few layers, and owns the scratch memory for a part."""
 
     def __init__(self, places: PayloadLayout) -> None:
         room = max((plane.shape.numbers * _step(plane) for plane in places.planes), default=0)
@@ -315,7 +356,10 @@ class _Passes:
     def over(
         self, plane: Plane, words: NDArray[Any], parts: Parts
     ) -> Iterator[tuple[Any, Parts, Numbers, Numbers]]:
-        """Yield some layers of a plane at a time, with scratch memory of their size: numbers and spare."""
+        """Yield a few layers of a plane at a time: their words, their parts of the payload, and scratch memory.
+
+        The scratch memory is two float32 arrays of the words' shape.
+        """
         step = _step(plane)
         for start in range(0, plane.layers, step):
             some = slice(start, start + step)
@@ -334,7 +378,10 @@ def _worth(places: PayloadLayout, length: int) -> bool:
 
 
 class Encoder:
-    """Makes payloads of ``codec``. Not thread-safe; its scratch memory is one part and the codes."""
+    """Encodes pages with ``codec``. Not thread-safe.
+
+    Uses scratch memory for a few layers of K or V and, with zstandard, for all codes of a page.
+    """
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -344,14 +391,15 @@ class Encoder:
         self._zstd = compressor() if codec.zstd else None
 
     def encode(self, page: Bytes, out: Bytes) -> int | None:
-        """Write the payload of ``page`` into ``out`` and return its length, or None to keep the page raw.
+        """Write the payload of ``page`` into ``out`` and return its length in bytes.
 
-        It returns None if the payload would save less than 10 %, or if a number is NaN, infinite or beyond ``LARGEST``.
+        Return None if the codec does not encode pages of this layout, if the payload would save less than 10 %,
+        or if a number is NaN, infinite or beyond ``LARGEST``.
 
         Args:
-            page: Flat contiguous uint8; not changed.
-            out: Flat contiguous uint8 of the page's length that does not overlap it. Its content is undefined after
-                None.
+            page: Flat contiguous uint8. It is not changed.
+            out: Flat contiguous uint8 of the page's length that does not overlap the page. Its content is
+                undefined if None is returned.
         """
         places = self._places
         if not places.planes or (self._zstd is None and not _worth(places, places.fixed_nbytes)):
@@ -386,7 +434,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns payloads of ``codec`` into pages. Not thread-safe; its scratch memory is one part."""
+    """Decodes payloads of ``codec``. Not thread-safe. Uses scratch memory for a few layers of K or V."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self.name = codec.name
@@ -395,18 +443,21 @@ class Decoder:
         self._zstd = zstandard.ZstdDecompressor() if codec.zstd else None
 
     def decode(self, payload: Bytes, page: Bytes) -> None:
-        """Fill ``page`` from ``payload``, both flat contiguous uint8 that do not overlap, within the codec's bounds.
+        """Fill ``page`` from ``payload``, within the codec's error bounds.
 
-        A payload always gives the same finite numbers. A modified payload that still has the right form gives others;
-        the record's checksum detects that.
+        Both are flat contiguous uint8 and must not overlap. A payload always decodes to the same finite
+        numbers. Corruption that leaves the payload's form valid is not detected here, but by the record's
+        checksum.
 
         Raises:
-            IntegrityError: ``Encoder`` cannot have made this of such a page. The content of ``page`` is undefined, and
-                nothing is written outside it.
+            IntegrityError: ``Encoder`` cannot have written this payload for such a page. The content of
+                ``page`` is then undefined, and nothing was written outside it.
         """
         places = self._places
         if page.nbytes != places.page_nbytes or not self._has_form(payload.nbytes):
-            raise IntegrityError(f"payload of {payload.nbytes} bytes for a page of {page.nbytes}")
+            raise IntegrityError(
+                f"a payload of {exact_size(payload.nbytes)} does not match a page of {exact_size(page.nbytes)}"
+            )
         kept, codes = payload[: places.kept_nbytes], payload[places.kept_nbytes :]
         if self._zstd is not None:
             codes = expanded(self._zstd, codes, places.code_nbytes)

@@ -1,22 +1,26 @@
-"""Quantization of floating-point numbers, the same on every machine: whole steps of a shared scale, and fp8.
+"""Quantization of floating-point numbers, with the same results on every machine.
 
-``Steps`` quantizes to 8 or 4 bits with a scale that neighbours share, over a head of a token or along a channel. Keys
-have channels that are large throughout: a scale along a channel, over some tokens, fits them. Values have none, a scale
-a token does (KIVI, Liu et al. 2024). ``signed`` steps go both ways from 0; else they go up from the smallest number,
-which is stored beside the scale in the page's own dtype, exactly: a constant channel comes back as it was.
+``Steps`` quantizes to 8 or 4 bits. Neighbouring numbers share a scale, either within a head of a token or
+along a channel. Some channels of keys are large for all tokens, so a scale per channel, over several tokens, suits
+keys. Values have no such channels, so a scale per token suits them (KIVI, Liu et al. 2024). ``signed`` steps
+are counted from 0 in both directions. Other steps are counted up from the minimum (the floor), which is stored
+next to the scale in the page's own dtype. The minimum is exact, so a constant channel is restored exactly.
 
-A page may go up and down again and again, so what was decoded is to be encoded without another loss. Where a scale is
-the nearest to a ``most``-th of the extent, and ``most`` is below 128, the largest step is always taken: the next scale
-is the same, and so are the steps. Of 255 steps the last may be missed by one; there the scale is rounded up.
+A page may be encoded and decoded many times, so encoding a decoded page should lose nothing more. A scale is the
+extent (see ``Bound``) divided by the number of steps (``most``), stored as bfloat16. If ``most`` is below 128,
+the scale is rounded to nearest, and the outermost number of a group still gets the largest step. The next
+encoding therefore finds the same scale and the same steps. With 255 steps, the outermost number could be off by
+one step, so the scale is rounded up.
 
-``Fp8`` is fp8 e4m3 (Micikevicius et al. 2022, the "fn" form: no infinity, largest 448) with a power of two a layer. The
-power brings the largest number of a layer's keys, or values, of the page to 448 at most and above 224: nothing
-saturates, and it costs no accuracy. What is stored are the same 8 bits that a card converts by itself.
+``Fp8`` is fp8 e4m3 (Micikevicius et al. 2022, the "fn" form: no infinity, largest number 448) with one power
+of two as the scale for all keys, or all values, of a layer in a page. Their largest magnitude is scaled to more
+than 224 and at most 448, so nothing saturates and scaling costs no accuracy. The stored bytes are in the format
+that GPUs convert in hardware.
 
-``Bound`` says, as data, what a codec promises of every number it gives back. ``widen`` and ``narrow`` convert between a
-page's dtype and float32; bfloat16 is handled as 16-bit words, because NumPy has none. These functions work on parts:
-``words`` is any view of a page in its dtype's word, ``numbers`` contiguous float32 of the same shape, and ``spare``
-float32 of that shape that is overwritten.
+``Bound`` describes the largest error of every decoded number. ``widen`` and ``narrow`` convert between a
+page's dtype and float32; bfloat16 is handled as 16-bit words, because NumPy does not have it. These functions
+work on parts of a page: ``words`` is any view of a page in its dtype's word type, ``numbers`` is contiguous
+float32 of the same shape, and ``spare`` is float32 scratch of that shape, which is overwritten.
 """
 
 from __future__ import annotations
@@ -39,23 +43,23 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-"""Half a unit in the last place, as a share of the number: what rounding to the page's dtype may add."""
+"""Half a unit in the last place, relative to the number: the largest rounding error of the page's dtype."""
 
 TINY = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}
-"""Errors up to this are outside every promise: steps below a dtype's own last place."""
+"""Absolute error that every bound allows in addition, because the dtype cannot resolve smaller differences."""
 
 LARGEST = {"bfloat16": 2.0**126, "float16": 65504.0, "float32": 2.0**126}
-"""A page with a number beyond this, an infinity or a NaN is not encoded."""
+"""Largest magnitude that is encoded. A page with a larger number, an infinity or a NaN is not encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """The largest error of numbers that share a scale.
 
-    For each number x that comes back as y, with ``extent`` the largest magnitude among those that share its scale
-    (``signed``) or the distance of the largest from the smallest (else):
+    Let x be decoded as y. Let ``extent`` be the largest magnitude among the numbers that share the scale of x
+    (if ``signed``), or the difference between the largest and the smallest of them (if not). Then:
 
-        |y - x| <= of_extent * extent + of_value * |x| + HALF_ULP * max(|x|, |y|) + TINY
+            |y - x| <= of_extent * extent + of_value * |x| + HALF_ULP * max(|x|, |y|) + TINY
     """
 
     of_extent: float
@@ -63,10 +67,10 @@ class Bound:
     of_value: float = 0.0
 
     def frobenius(self, members: int, dtype: str) -> float:
-        """Return the largest ratio of error norm to norm if ``members`` numbers share a scale.
+        """Return the largest possible ratio of the errors' Frobenius norm to the numbers' Frobenius norm.
 
-        Among numbers that share a scale, the largest one accounts for its extent in the norm; with a minimum, the
-        smallest and the largest do, with at worst half the extent each.
+        ``members`` is how many numbers share a scale. If ``signed``, the largest of them contributes the whole extent
+        to the norm of the numbers. If not, the smallest and the largest contribute, at worst, half the extent each.
         """
         spread = sqrt(members if self.signed else 2 * members) * self.of_extent
         lossy = spread + self.of_value
@@ -78,10 +82,13 @@ WORDS: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
 }
-"""What a page's dtype is viewed as. Groups of other dtypes are kept as they are."""
+"""For each dtype of a page, the NumPy dtype of views of its numbers. KV groups of other dtypes are not encoded."""
 
 SCALE = np.dtype("<u2")
-"""A scale is stored as bfloat16: it has the range of what it scales, and 8 bits are enough if steps are made of it."""
+"""The NumPy dtype of stored scales. They are bfloat16, which has the range of float32.
+
+Eight bits of precision are enough, because steps are computed with the scale as stored.
+"""
 
 _SMALLEST = np.float32(2.0**-126)
 
@@ -99,8 +106,8 @@ def widen(words: Words, numbers: Numbers) -> None:
 def narrow(numbers: Numbers, words: Words, spare: Numbers) -> None:
     """Fill ``words`` with ``numbers`` rounded to nearest, ties to even.
 
-    ``numbers`` is overwritten and must not hold NaN. Numbers that would become infinite become the largest finite
-    number.
+    ``numbers`` must not contain NaN, and is overwritten. For float16, numbers outside the finite range are clamped
+    to it.
     """
     if words.dtype == np.float16:
         limit = np.float32(LARGEST["float16"])
@@ -118,7 +125,7 @@ def narrow(numbers: Numbers, words: Words, spare: Numbers) -> None:
 
 
 def within(numbers: Numbers, dtype: str, spare: Numbers) -> bool:
-    """Return whether all numbers are finite and small enough to be encoded."""
+    """Return whether all numbers are finite and small enough to be encoded. ``spare`` is overwritten."""
     bits = spare.view(np.uint32)
     np.bitwise_and(numbers.view(np.uint32), 0x7FFFFFFF, out=bits)
     limit = int(np.float32(LARGEST[dtype]).view(np.uint32))
@@ -126,40 +133,42 @@ def within(numbers: Numbers, dtype: str, spare: Numbers) -> bool:
 
 
 def rounded_up(scales: Numbers) -> NDArray[np.uint16]:
-    """Return non-negative ``scales`` rounded up to bfloat16, at most 1/128 larger; 0 stays 0.
+    """Return non-negative ``scales`` rounded up to bfloat16. 0 stays 0.
 
-    Other results are at least the smallest normal number, so that their reciprocals are finite.
+    The relative error is at most 1/128. Other results are at least the smallest normal number, so that their
+    reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0xFFFF >> 16).astype(SCALE)
 
 
 def rounded(scales: Numbers) -> NDArray[np.uint16]:
-    """Return non-negative ``scales`` as the nearest bfloat16, at most 1/256 off; 0 stays 0.
+    """Return non-negative ``scales`` rounded to the nearest bfloat16. 0 stays 0.
 
-    Other results are at least the smallest normal number, so that their reciprocals are finite.
+    The relative error is at most 1/256. Other results are at least the smallest normal number, so that their
+    reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(SCALE)
 
 
 def power_of_two(scales: Numbers) -> NDArray[np.uint16]:
-    """Return non-negative ``scales`` as bfloat16, each rounded up to a power of two; 0 stays 0."""
+    """Return non-negative ``scales`` as bfloat16, each rounded up to a power of two. 0 stays 0."""
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0x7FFFFF >> 23 << 7).astype(SCALE)
 
 
 def scale_values(stored: NDArray[np.uint16]) -> Numbers:
-    """Return the values of stored scales."""
+    """Return the values of stored scales as float32."""
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def reciprocals(scales: Numbers) -> Numbers:
-    """Return the reciprocals of scales; 0 for 0."""
+    """Return the reciprocals of scales, and 0 for a scale of 0."""
     return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
 
 
-_EPSILON = 2.0**-16  # of arithmetic in float32, generously
+_EPSILON = 2.0**-16  # generous bound of the relative error of float32 arithmetic
 
 
 class Shape(NamedTuple):
@@ -176,29 +185,37 @@ class Shape(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Numbers ``[rows, ..., members, ...]`` that share scales along ``axis``, and those scales, broadcastable."""
+    """Numbers grouped by scale: all numbers along ``axis`` share one scale.
+
+    ``place`` is the index of these scales in the array of all scales.
+    """
 
     numbers: Numbers
     axis: int
     place: tuple[slice, ...]
 
     def of(self, sides: Numbers) -> Numbers:
-        """Return the view of ``sides`` (scales or minima of all blocks) that belongs to this block."""
+        """Return this block's part of ``sides`` as a view that broadcasts to ``numbers``.
+
+        ``sides`` contains the scales, or the minimums, of all blocks.
+        """
         return np.expand_dims(sides[self.place], self.axis)
 
     def ends(self) -> tuple[Numbers, Numbers]:
-        """Return minimum and maximum of the numbers that share a scale, broadcastable."""
+        """Return the minimum and the maximum for each scale, in a shape that broadcasts to ``numbers``."""
         members, axis = self.numbers, self.axis
-        if axis == members.ndim - 1:  # numpy is slow along short last axes
+        if axis == members.ndim - 1:  # NumPy is slow along short last axes
             members, axis = np.ascontiguousarray(np.moveaxis(members, axis, 0)), 0
         return np.expand_dims(members.min(axis), self.axis), np.expand_dims(members.max(axis), self.axis)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Codes of ``bits`` bits, with one scale per ``size`` numbers: along a head of a token, or tokens along a channel.
+    """Codes of ``bits`` bits, with one scale per ``size`` numbers.
 
-    The last group may be smaller. ``size`` None: a whole head, or all tokens of the page.
+    If ``along`` is "token", the numbers that share a scale are neighbours in one head of one token. If it is
+    "channel", they are the same element of a head in consecutive tokens. The last group of a head, or of a page,
+    may be smaller. If ``size`` is None, the whole head, or all tokens of the page, share a scale.
     """
 
     bits: Literal[4, 8]
@@ -208,36 +225,41 @@ class Steps:
 
     @property
     def most(self) -> int:
-        """The largest step."""
+        """The largest number of steps that a code can represent."""
         return (1 << self.bits - self.signed) - 1
 
     @property
     def bound(self) -> Bound:
-        """The error bound: half a step, for a scale rounded by at most 1/256, or up by at most 1/128."""
+        """The error bound: half a step.
+
+        A step may be larger than ``extent / most``, because the scale is rounded: by at most 1/256 if rounded to
+        nearest, and by at most 1/128 if rounded up.
+        """
         larger = 2.0**-8 if self.nearest else 2.0**-7
         return Bound((1 + larger + _EPSILON) / (2 * self.most), self.signed)
 
     @property
     def floored(self) -> bool:
-        """Whether the minimum is stored beside each scale."""
+        """Whether the minimum is stored next to each scale."""
         return not self.signed
 
     def members(self, shape: Shape) -> int:
-        """Largest number of values that share a scale."""
+        """Return the largest number of values that share a scale."""
         whole = shape.dim if self.along == "token" else shape.tokens
         return min(whole, self.size or whole)
 
     def sides(self, shape: Shape) -> tuple[int, int]:
-        """The shape of a layer's scales."""
+        """Return the shape of one layer's array of scales."""
         members = self.members(shape)
         if self.along == "token":
             return shape.tokens * shape.heads, -(-shape.dim // members)
         return -(-shape.tokens // members), shape.heads * shape.dim
 
     def code_nbytes(self, shape: Shape) -> int:
-        """Bytes of a layer's codes.
+        """Return the size of a layer's codes in bytes.
 
-        With 4 bits a byte holds two tokens' codes, the first half of the page in the low bits.
+        With 4 bits, a byte contains the codes of two tokens. The low four bits are the code of a token in the first
+        half of the page, and the high four bits that of the corresponding token in the second half.
         """
         if self.bits == 8:
             return shape.numbers
@@ -248,13 +270,15 @@ class Steps:
     ) -> None:
         """Encode ``numbers`` ``[rows, tokens, heads, dim]``, which are overwritten.
 
-        Writes ``scales`` and ``floors`` ``[rows, *sides]`` (empty if not stored) and ``codes`` ``[rows, code_nbytes]``.
+        Fill ``scales`` ``[rows, *sides]``, ``codes`` ``[rows, code_nbytes]``, and ``floors`` with the minimums
+        ``[rows, *sides]``. ``floors`` is empty if minimums are not stored.
         """
         for block in self._blocks(numbers):
             smallest, largest = block.ends()
             extent: Numbers = np.maximum(largest, -smallest) if self.signed else largest - smallest
             if self.floored:
-                # Of -0 and 0 either may be found the smallest, by the order of comparing: always 0 is stored.
+                # If -0 and 0 both occur, either may be found as the minimum, depending on the order of
+                # comparisons. 0 is always stored.
                 block.of(floors)[...] = smallest + np.float32(0)
                 np.subtract(block.numbers, smallest, out=block.numbers)
             stored = self._scales(extent)
@@ -266,7 +290,7 @@ class Steps:
     def decode(
         self, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, numbers: Numbers, spare: Numbers
     ) -> None:
-        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the values given to ``encode``, within the bound."""
+        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the encoded values, within the error bound."""
         self._unpack(codes, numbers, spare)
         values = scale_values(scales)
         for block in self._blocks(numbers):
@@ -277,24 +301,27 @@ class Steps:
     def check(
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
-        """Raise IntegrityError if ``encode`` cannot have made these. Afterwards ``decode`` gives finite numbers."""
+        """Raise IntegrityError if ``encode`` cannot have written this data.
+
+        If it returns, ``decode`` yields only finite numbers.
+        """
         if scales.size and scales.max() > self.largest_scale(dtype):
-            raise IntegrityError("scales that no page has")
+            raise IntegrityError("the payload contains scales outside the codec's range")
         if floors.size and not np.abs(floors).max() <= LARGEST[dtype]:
-            raise IntegrityError("smallest numbers that no page has")
+            raise IntegrityError("the payload contains minimums outside the codec's range")
         if self.signed and (codes == 0x80).any():
-            raise IntegrityError("steps beyond the last")
+            raise IntegrityError("the payload contains codes outside the codec's range")
         if self.bits == 4 and shape.tokens % 2 and (codes[:, -shape.heads * shape.dim :] > 15).any():
-            raise IntegrityError("steps of tokens that the page does not have")
+            raise IntegrityError("the payload contains codes for tokens that the page does not have")
 
     def largest_scale(self, dtype: str) -> int:
-        """The largest scale that is stored, as the bits of a bfloat16."""
+        """Return the largest scale that is ever stored, as the bits of a bfloat16."""
         extent = LARGEST[dtype] * (1 if self.signed else 2)
         return int(self._scales(np.array([extent], dtype=np.float32))[0])
 
     @property
     def nearest(self) -> bool:
-        """Whether scales are rounded to the nearest bfloat16, not up."""
+        """Whether scales are rounded to the nearest bfloat16 rather than up."""
         return self.most < 128
 
     def _scales(self, extent: Numbers) -> NDArray[np.uint16]:
@@ -302,7 +329,7 @@ class Steps:
         return rounded(scales) if self.nearest else rounded_up(scales)
 
     def _blocks(self, numbers: Numbers) -> Iterator[Block]:
-        """Yield the numbers by the scales they share: all full groups together, and the rest of the page or head."""
+        """Yield a block of all full groups, then a block of the smaller last groups, if any."""
         rows, tokens, heads, dim = numbers.shape
         members = self.members(Shape(tokens, heads, dim))
         if self.along == "token":
@@ -354,14 +381,14 @@ class Steps:
 
 
 def _like(part: NDArray[Any], spare: NDArray[Any]) -> NDArray[Any]:
-    """Return the beginning of ``spare`` in the shape of ``part``."""
+    """Return the start of ``spare`` in the shape of ``part``."""
     return spare.reshape(-1)[: part.size].reshape(part.shape)
 
 
 _MOST = 448.0
 _LEAST_NORMAL = np.float32(2.0**-6)
 _PER_SUBNORMAL = np.float32(2.0**9)
-_BIAS = (127 - 7) << 3  # of float32's exponent and three bits of mantissa, less that of e4m3
+_BIAS = (127 - 7) << 3  # difference of the exponent biases of float32 and e4m3, shifted past 3 mantissa bits
 _FIRST_NORMAL = 8
 
 
@@ -381,12 +408,15 @@ class Fp8:
 
     @property
     def most(self) -> float:
-        """The number of the largest code."""
+        """The number that the largest code represents."""
         return _MOST
 
     @property
     def bound(self) -> Bound:
-        """The error bound: half a unit of three mantissa bits; below 2**-6 of 448, half a step of 2**-9."""
+        """The error bound: half a unit in the last place of a number with three mantissa bits.
+
+        Scaled numbers below 2**-6 are subnormal, and the bound is half of their step, 2**-9.
+        """
         return Bound(of_extent=2.0**-10 / (_MOST / 2), signed=True, of_value=2.0**-4)
 
     @property
@@ -395,21 +425,24 @@ class Fp8:
         return False
 
     def members(self, shape: Shape) -> int:
-        """Number of values that share a scale."""
+        """Return the number of values that share a scale."""
         return shape.numbers
 
     def sides(self, shape: Shape) -> tuple[int, int]:
-        """The shape of a layer's scales."""
+        """Return the shape of one layer's array of scales."""
         return 1, 1
 
     def code_nbytes(self, shape: Shape) -> int:
-        """Bytes of a layer's codes."""
+        """Return the size of a layer's codes in bytes."""
         return shape.numbers
 
     def encode(
         self, numbers: Numbers, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, spare: Numbers
     ) -> None:
-        """Encode ``numbers`` ``[rows, tokens, heads, dim]``, which are overwritten. Writes no ``floors``."""
+        """Encode ``numbers`` ``[rows, tokens, heads, dim]``, which are overwritten. See ``Steps.encode``.
+
+        ``floors`` is not used.
+        """
         magnitudes = spare.reshape(-1)[: numbers.size].reshape(numbers.shape)
         np.abs(numbers, out=magnitudes)
         largest = magnitudes.reshape(len(numbers), 1, -1).max(2, keepdims=True)
@@ -425,28 +458,35 @@ class Fp8:
     def decode(
         self, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes, numbers: Numbers, spare: Numbers
     ) -> None:
-        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the values given to ``encode``, within the bound."""
+        """Fill ``numbers`` ``[rows, tokens, heads, dim]`` with the encoded values, within the error bound."""
         np.take(_VALUES, codes, out=numbers.reshape(codes.shape), mode="clip")
         np.multiply(numbers, scale_values(scales)[..., None], out=numbers)
 
     def check(
         self, shape: Shape, dtype: str, scales: NDArray[np.uint16], floors: Numbers, codes: Bytes
     ) -> None:
-        """Raise IntegrityError if ``encode`` cannot have made these. Afterwards ``decode`` gives finite numbers."""
+        """Raise IntegrityError if ``encode`` cannot have written this data.
+
+        If it returns, ``decode`` yields only finite numbers.
+        """
         if scales.size and (scales.max() > self.largest_scale(dtype) or (scales & 0x7F).any()):
-            raise IntegrityError("scales that no page has")
+            raise IntegrityError("the payload contains scales that are too large or not powers of two")
         if (codes & 0x7F == 0x7F).any():
-            raise IntegrityError("codes of no number")
+            raise IntegrityError("the payload contains codes that do not represent a number")
 
     def largest_scale(self, dtype: str) -> int:
-        """The largest scale that is stored, as the bits of a bfloat16."""
+        """Return the largest scale that is ever stored, as the bits of a bfloat16."""
         return int(power_of_two(np.array([LARGEST[dtype] / _MOST], dtype=np.float32))[0])
 
 
 def _codes(magnitudes: Numbers, spare: Numbers) -> None:
-    """Codes without signs as uint32 in ``spare``; ``magnitudes`` up to 448 are overwritten. Nearest, ties to even.
+    """Write the codes of ``magnitudes``, without signs, into ``spare`` as uint32.
 
-    Normal and subnormal codes meet at 8: each is counted with the range of the other cut off.
+    Numbers are rounded to nearest, ties to even. ``magnitudes`` must be at most 448 and are overwritten.
+
+    Two codes are computed for every number: one with the number raised to at least the smallest normal number,
+    and one with it lowered to at most that. Their sum counts code 8, that of the smallest normal number, once too
+    often, so 8 is subtracted.
     """
     code = spare.view(np.uint32)
     np.maximum(magnitudes, _LEAST_NORMAL, out=spare)

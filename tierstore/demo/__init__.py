@@ -1,6 +1,6 @@
-"""The demonstration: a real model answers questions over more documents than HBM and host memory hold.
+"""A demonstration: a real model answers questions about more documents than fit into HBM and host memory.
 
-``model`` prepares SmolLM2-135M-Instruct, ``documents`` finds long real texts, ``plan`` chooses questions and sizes,
-``answers`` asks the model with and without the store, ``run`` is the demonstration in two processes, ``report``
-judges and prints it, ``command`` is its typer command.
+Modules: ``model`` downloads and converts models, ``documents`` finds long real texts, ``plan`` chooses questions
+and tier sizes, ``answers`` asks the model with and without the store, ``run`` runs the demonstration in two
+processes, ``report`` evaluates and prints the results, and ``command`` defines the command.
 """

@@ -1,7 +1,8 @@
-"""Convert a GGUF file into a safetensors folder. Run as ``python -m tierstore.demo.convert GGUF OUT``.
+"""Converts a model from a GGUF file to a folder with safetensors.
 
-It has a process of its own, as reading and dequantising takes minutes and gigabytes that the demonstration does not
-need again. It prints one line per finished stage and uses no network.
+Run it as ``python -m tierstore.demo.convert GGUF OUT NAME``. It runs in a process of its own, because it needs
+gigabytes of memory, which are freed when the process ends. It prints one line per stage and does not use the
+network.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 def convert(gguf: Path, out: Path, name: str) -> None:
-    """Write config, tokenizer and bfloat16 weights of ``gguf`` into ``out``; ``name`` goes into the config."""
+    """Convert the model in a GGUF file to bfloat16, and write its config, tokenizer and weights.
+
+    Args:
+        gguf: The GGUF file.
+        out: The folder to write to.
+        name: The model's name, which is written to the config.
+    """
     source, file = str(gguf.parent), gguf.name
     _say("reading the tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, local_files_only=True)

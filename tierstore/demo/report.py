@@ -1,4 +1,4 @@
-"""The results of the demonstration: a table, its claims and whether they hold, one JSON object."""
+"""Evaluation and output of the results: tables, the claims and whether they hold, and a JSON object."""
 
 from __future__ import annotations
 
@@ -16,26 +16,37 @@ from tierstore.demo.run import InTurn, Outcome, Row
 
 TIERS = ("HBM", "HOST", "NVME")
 TEXTS = {"document": 0.2, "question": 0.3, "answer": 0.5}
-FIGURES = {"reused": 6, "of": 4, "tier": 4, "TTFT s": 7, "recompute s": 11, "equal": 8}
+FIGURES = {
+    "reused": 6,
+    "of": 4,
+    "tier": 4,
+    "plain s": 7,
+    "TierStore s": 9,
+    "times sooner": 6,
+    "equal": 8,
+}
 LONG = 1000
-"""A restore of at least this many tokens from NVMe must be faster than computing them."""
+"""Restores of at least this many tokens from NVMe must be faster than computing the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim of the demonstration, and whether it holds."""
+    """A claim that the demonstration tests.
+
+    ``held`` is True if the claim holds. It is None if the given options do not allow a test.
+    """
 
     text: str
-    held: bool
+    held: bool | None
 
 
 def hits(rows: Sequence[Row]) -> dict[str, int]:
-    """Count questions by the slowest tier that their pages came from."""
+    """Return, for each tier, the number of questions for which it was the slowest tier with reused pages."""
     return {tier: sum(row.tier == tier for row in rows) for tier in TIERS}
 
 
 def judge(outcome: Outcome) -> list[Claim]:
-    """Return the claims in the order in which they are printed."""
+    """Evaluate the results. Return the claims in the order in which they are shown."""
     before = hits([row for row in outcome.rows if not row.after_restart])
     after = hits([row for row in outcome.rows if row.after_restart])
     exact = [row for row in outcome.rows if row.exact]
@@ -43,25 +54,32 @@ def judge(outcome: Outcome) -> list[Claim]:
     other = sum(row.verdict == "other" for row in exact)
     slow = [row for row in outcome.rows if row.tier == "NVME" and row.tokens_reused >= LONG]
     late = [row for row in slow if row.ttft_s >= row.recompute_ttft_s]
-    sizes = outcome.sizes
-    claims = [
-        Claim(
+    equal = Claim("equal answers: every answer was over pages of a lossy codec", None)
+    if exact:
+        equal = Claim(
             f"{len(exact)} answers{_over_exact(outcome)}: {len(exact) - near - other} equal to plain transformers "
             f"token by token, {near} differ at a near-tie (top-2 logits < 1e-4 apart), {other} differ otherwise",
             other == 0,
-        ),
-        Claim(
-            f"the documents ({sizes.documents} pages) do not fit HBM and host together ({sizes.hbm + sizes.host})",
-            sizes.documents > sizes.hbm + sizes.host,
-        ),
-        Claim(f"hits in every tier: {_counts(before)}", all(before.values())),
-        Claim(f"after the restart, hits from disk: {_counts(after)}", after["NVME"] > 0),
-        Claim(
+        )
+    faster = Claim(
+        f"long restores are faster: no question found {LONG} tokens on disk; give --tokens {LONG + 24} or more",
+        None,
+    )
+    if slow:
+        faster = Claim(
             f"{len(slow)} restores of at least {LONG} tokens from NVMe, {len(late)} of them slower than recomputing"
             + _speedup(slow)
             + _disturbed(slow),
             not late,
+        )
+    claims = [
+        equal,
+        _documents_do_not_fit(outcome),
+        *_hits_before(outcome, before),
+        Claim(
+            f"after the restart, which left pages only on the disk, hits: {_counts(after)}", after["NVME"] > 0
         ),
+        faster,
     ]
     if outcome.in_turn is not None:
         other = outcome.in_turn.other
@@ -71,8 +89,42 @@ def judge(outcome: Outcome) -> list[Claim]:
     return claims
 
 
+def _documents_do_not_fit(outcome: Outcome) -> Claim:
+    sizes = outcome.sizes
+    if sizes.fit:
+        return Claim(
+            f"more documents than memory: HBM and host memory ({sizes.hbm + sizes.host} pages) hold all of them "
+            f"({sizes.documents}); give a smaller --hbm-documents or a larger --tokens",
+            None,
+        )
+    return Claim(
+        f"the documents ({sizes.documents} pages) do not fit HBM and host together ({sizes.hbm + sizes.host})",
+        True,
+    )
+
+
+def _hits_before(outcome: Outcome, found: dict[str, int]) -> Iterator[Claim]:
+    """Yield the claims about hits before the restart.
+
+    ``found`` is the number of hits in each tier. A tier must have hits if a question is certain to find its
+    document there (``outcome.asked``).
+    """
+    asked = {tier.name for tier in outcome.asked}
+    wanted = [tier for tier in TIERS if tier in asked or found[tier]]
+    names = "every tier" if len(wanted) == len(TIERS) else " and ".join(wanted)
+    if wanted:
+        yield Claim(f"hits in {names}: {_counts(found)}", all(found[tier] for tier in wanted))
+    if len(wanted) < len(TIERS):
+        others = " and ".join(tier for tier in TIERS if tier not in wanted)
+        yield Claim(f"hits in {others}: with these values no question has its document there", None)
+
+
 def agreement(rows: Sequence[Row]) -> dict[str, int]:
-    """Compare answers over pages that went through a lossy codec with those of plain transformers."""
+    """Count how far answers from inexact pages agree with those of plain transformers.
+
+    Return, by name, how many such answers there are, how many are equal to those of plain transformers, how many
+    tokens all of them have together, and how many of these tokens come before the first difference in their answer.
+    """
     inexact = [row for row in rows if not row.exact]
     return {
         "answers": len(inexact),
@@ -83,7 +135,7 @@ def agreement(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
-    """Return the object that ``--json`` prints."""
+    """Return the JSON object that ``--json`` prints."""
     rows = outcome.rows
     keys = (
         "document",
@@ -110,39 +162,82 @@ def as_json(outcome: Outcome, claims: Sequence[Claim]) -> dict[str, Any]:
         "hits": hits([row for row in rows if not row.after_restart]),
         "restart_hits": hits([row for row in rows if row.after_restart]),
         "in_turn": None if outcome.in_turn is None else asdict(outcome.in_turn),
-        "failed": [claim.text for claim in claims if not claim.held],
+        "failed": [claim.text for claim in claims if claim.held is False],
         "rows": [{key: getattr(row, key) for key in keys} for row in rows],
     }
 
 
 def show(console: Console, outcome: Outcome, claims: Sequence[Claim]) -> None:
-    """Print the table and the claims."""
+    """Print all results: the tables, the claims, and a summary of three lines."""
     for title, after in (("Before the restart", False), ("After the restart, in a new process", True)):
         console.print(
             _table(title, [row for row in outcome.rows if row.after_restart == after], console.width)
         )
     console.print(
-        "Tier: the slowest one that pages of the prompt came from. TTFT: time to first token from the "
-        "tokenized prompt, restore included.\n"
+        "Tier: the slowest one that pages of the prompt came from. The times are seconds from the tokenized prompt to "
+        "the first token. TierStore's times include the restore. Plain transformers was timed once, before the "
+        "restart.\n"
     )
+    if outcome.rows:
+        row = outcome.rows[0]
+        said = f"{row.question} {row.answer.strip()}"
+        console.print(Text(f"The first question, with its answer as far as it was generated: {said}\n"))
     if outcome.in_turn is not None:
-        console.print(Text(in_turn(outcome, outcome.in_turn) + "\n"))
+        console.print(Text(in_turn(outcome.in_turn) + "\n"))
     if outcome.lossy != "none":
         _compare(console, outcome)
+    for line in computed_again(outcome.rows):
+        console.print(Text(line + "\n", style="yellow"))
+    marks = {True: ("holds  ", "green"), False: ("FAILED ", "bold red"), None: ("not shown: ", "dim")}
     for claim in claims:
-        mark = Text("holds  ", style="green") if claim.held else Text("FAILED ", style="bold red")
-        console.print(mark + Text(claim.text, style=""))
+        console.print(Text.assemble(marks[claim.held], claim.text))
+    console.print()
+    for line in remembered(outcome):
+        console.print(Text(line, style="bold"))
 
 
-def in_turn(outcome: Outcome, found: InTurn) -> str:
-    """Describe what the prefetcher did and how much it helped."""
+def computed_again(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield one line of text for each reason why stored tokens were computed again."""
+    for why in dict.fromkeys(row.why for row in rows if row.why):
+        of = [row for row in rows if row.why == why]
+        yield (
+            f"{sum(row.lost_tokens for row in of)} stored tokens of {len(of)} questions were computed again: {why}. "
+            "Answers are the same, only later."
+        )
+
+
+def remembered(outcome: Outcome) -> list[str]:
+    """Return the summary.
+
+    It says how much was reused, how much sooner answers began, and how many answers equal those of plain
+    transformers.
+    """
+    rows = outcome.rows
+    reused, prompts = (sum(getattr(row, name) for row in rows) for name in ("tokens_reused", "prompt_tokens"))
+    ours, plain = (median(getattr(row, name) for row in rows) for name in ("ttft_s", "recompute_ttft_s"))
+    sooner = plain / ours
+    same = sum(row.verdict == "same" for row in rows)
+    near = sum(row.verdict == "near-tie" for row in rows)
+    how = "times sooner" if sooner >= 1 else "times as fast"
+    all_or_some = f"all {len(rows)}" if same == len(rows) else f"{same} of {len(rows)}"
+    but = f"; {near} differ at a near-tie, {len(rows) - same - near} otherwise" if same < len(rows) else ""
+    times = (
+        f"{sooner:.1f} {how}, after {ours:.2f} s instead of {plain:.2f} s (medians of {len(rows)} questions)"
+    )
+    return [
+        f"Reused: {reused:,} of {prompts:,} prompt tokens came from the store and were not computed again.",
+        f"Sooner: the first token came {times}.",
+        f"Equal: {all_or_some} answers are those of plain transformers, token by token{but}.",
+    ]
+
+
+def in_turn(found: InTurn) -> str:
+    """Describe the results of asking about one document after another with hints."""
     read, loaded = (f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (found.read_bytes, found.loaded_bytes))
-    cold = [row.ttft_s for row in outcome.rows if row.after_restart and row.tier == "NVME"]
-    without = f"; from disk without hints {_span(cold)}" if cold else ""
     return (
-        f"The documents in turn, each hinted while the one before it was answered: {found.waiting} of {found.pages} "
-        f"pages were in memory when they were asked for, first tokens after {_span(found.ttft_s)}{without}. The "
-        f"prefetcher started {read} from disk and {loaded} into HBM."
+        f"One question about each document, hinted while the previous one was answered: {found.waiting} of "
+        f"{found.pages} pages were in memory when they were requested, and first tokens came after "
+        f"{_span(found.ttft_s)}. The prefetcher started {read} from disk and {loaded} into HBM."
     )
 
 
@@ -153,15 +248,15 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
-    """Return a table: figures in full, texts in the width that is left."""
+    """Return a table of ``width`` characters. Numbers are shown in full, and texts are cut to the remaining width."""
     table = Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    room = max(20, width - sum(FIGURES.values()) - 16)
+    room = max(20, width - sum(FIGURES.values()) - 24)
     for name, share in TEXTS.items():
         table.add_column(name, width=int(room * share), overflow="ellipsis", no_wrap=True)
     for name, columns in FIGURES.items():
-        table.add_column(name, width=columns, justify="right", no_wrap=True)
+        table.add_column(name, width=columns, justify="right")
     for row in rows:
         table.add_row(*map(Text, _cells(row)))
     return table
@@ -171,8 +266,9 @@ def _cells(row: Row) -> Iterator[str]:
     yield from (row.document, row.question, row.answer)
     yield from (str(row.tokens_reused), str(row.prompt_tokens), row.tier)
     yield from (
-        f"{row.ttft_s:.2f}",
         f"{row.recompute_ttft_s:.2f}",
+        f"{row.ttft_s:.2f}",
+        f"{row.sooner:.1f}",
         "yes" if row.verdict == "same" else row.verdict,
     )
 
@@ -182,7 +278,7 @@ def _over_exact(outcome: Outcome) -> str:
 
 
 def _compare(console: Console, outcome: Outcome) -> None:
-    """Print answers over inexact pages next to the exact ones, and how far they agree."""
+    """Print each answer from inexact pages below that of plain transformers, and how far the two agree."""
     inexact = [row for row in outcome.rows if not row.exact]
     for row in inexact:
         console.print(
@@ -212,5 +308,5 @@ def _disturbed(rows: Sequence[Row]) -> str:
 def _speedup(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    ratios = sorted(row.recompute_ttft_s / row.ttft_s for row in rows)
+    ratios = sorted(row.sooner for row in rows)
     return f"; restoring was {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast"

@@ -1,8 +1,11 @@
-"""Run the demonstration: plain answers first, then answers over the store, then a new process with only the disk.
+"""Runs the demonstration in two processes.
 
-Each process opens the store of a plan, asks all questions and compares every answer with the plain run's. At the
-end, the second process asks about the documents in turn and hints each while the one before it is answered, like a
-batch job. Run as ``python -m tierstore.demo.run PLAN FOUND``, this module is the second process.
+The first process asks each question with and without the store, and closes the store. The second process opens
+it again, when only the disk has pages, and asks all questions again. Every answer is compared with that of plain
+transformers. At the end, the second process asks one question about each document in turn, like a batch job.
+While one question is answered, a hint announces the next document.
+
+``python -m tierstore.demo.run PLAN FOUND`` runs the second process.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from prefetch import Prefetcher, ahead
 from tierstore.config import load_config
 from tierstore.demo.answers import PlainAnswer, Session, StoredAnswer, agreeing, differs
 from tierstore.demo.documents import Document, find_documents
@@ -31,20 +33,27 @@ from tierstore.demo.plan import (
     shared_prefixes,
     store_config,
     tier_sizes,
+    tiers_asked,
 )
-from tierstore.host.processors import use_threads
+from tierstore.host.processors import Threads, use_fewer_threads, use_threads
+from tierstore.prefetch import Prefetcher, ahead
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """Results of asking in turn. Counts leave out the first document, which could not be hinted ahead.
+    """Results of asking one question about each document in turn, with hints.
 
-    ``pages`` of the prompts are in the store, ``waiting`` of them were in memory when the document was asked about.
-    ``ttft_s`` has each time to first token. ``read_bytes`` and ``loaded_bytes`` are what the prefetcher moved to
-    host memory and to HBM. ``other`` counts answers over exact pages that differ from the plain run's, near-ties
-    aside, of all documents.
+    ``pages``, ``waiting`` and ``ttft_s`` do not include the first document, because no hint could precede it.
+
+    Attributes:
+        pages: Number of the prompts' pages that were in the store when the question was asked.
+        waiting: Number of these pages that were in HBM or host memory.
+        ttft_s: Time to first token of each question, in seconds.
+        read_bytes: Number of bytes that the prefetcher read from disk to host memory.
+        loaded_bytes: Number of bytes that the prefetcher loaded into HBM.
+        other: Number of answers from exact pages that differ from those of plain transformers, except at near-ties.
     """
 
     pages: int = 0
@@ -56,7 +65,10 @@ class InTurn:
 
 
 def ask_in_turn(session: Session, store: TierStore, plan: Plan, say: Callable[[str], None]) -> InTurn:
-    """Ask one question about each document, in order. At the beginning all pages are on disk only."""
+    """Ask the first question about each document in turn, with a hint for the next one.
+
+    Before the call, all pages must be on disk only.
+    """
     firsts = range(0, len(plan.questions), len(plan.questions) // len(plan.documents))
     keys = {index: store.keys(plan.questions[index].ids) for index in firsts}
     found = InTurn()
@@ -87,11 +99,11 @@ def ask_in_turn(session: Session, store: TierStore, plan: Plan, say: Callable[[s
 Say = Callable[[str], None]
 
 MEASURED_AGAIN = 3
-"""How often a pair of times is measured again at most."""
+"""Maximum number of repeated measurements of a question's two times to first token."""
 
 
 class Times(NamedTuple):
-    """Times to first token, and how often they were measured again."""
+    """Times to first token with and without the store, in seconds, and the number of repeated measurements."""
 
     restore_s: float
     recompute_s: float
@@ -100,12 +112,27 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answered question. ``tier`` is the slowest one that pages came from, "none" without a hit.
+    """One answered question. Times are in seconds.
 
-    ``verdict`` is "same", "near-tie" or "other", compared with the plain run. Times are in seconds.
-    ``measured_again`` counts how often both times were measured again, side by side, because a restore from NVMe
-    seemed slower than an earlier recompute. ``exact``: no page went through a lossy codec. ``plain_answer`` is the
-    answer without the store; its first ``agreeing`` of ``tokens`` tokens are those of ``answer``.
+    Attributes:
+        document: Name of the document.
+        question: Text of the question.
+        tier: The slowest tier that reused pages came from, or "none" if no page was reused.
+        tokens_reused: Number of reused prompt tokens.
+        prompt_tokens: Number of tokens in the prompt.
+        ttft_s: Time to first token with the store.
+        recompute_ttft_s: Time to first token of plain transformers.
+        after_restart: Whether the second process asked the question.
+        answer: The answer with the store.
+        verdict: Comparison of the answer with that of plain transformers. See ``answers.differs``.
+        measured_again: Number of times that both times to first token were measured again, because a restore
+            from NVMe seemed slower than plain transformers.
+        exact: Whether the answer was computed from exact pages only. See ``StoredAnswer``.
+        plain_answer: The answer of plain transformers.
+        tokens: Number of tokens in ``plain_answer``.
+        agreeing: Number of tokens before the first one that differs between the two answers.
+        lost_tokens: Number of prompt tokens that were computed although they were in the store.
+        why: The reason for ``lost_tokens``. Empty if there are none.
     """
 
     document: str
@@ -123,27 +150,65 @@ class Row:
     plain_answer: str = ""
     tokens: int = 0
     agreeing: int = 0
+    lost_tokens: int = 0
+    why: str = ""
+
+    @property
+    def sooner(self) -> float:
+        """Return the time to first token of plain transformers, divided by the time with the store."""
+        return self.recompute_ttft_s / self.ttft_s
+
+
+_WHY = {
+    "no_room": "HBM was full of pages that were in use or not saved yet",
+    "late": "they did not come in the time that computing them takes",
+    "failed": "the disk did not read them, or not within nvme.timeout",
+}
+"""Texts for the values of ``TierStoreCache.missing_because``."""
+
+
+def lost(answer: StoredAnswer, prompt_tokens: int) -> tuple[int, str]:
+    """Return how many prompt tokens were computed although they were in the store, and why.
+
+    The last token of a prompt is not counted, because it is always computed.
+    """
+    count = min(answer.stored_tokens, prompt_tokens - 1) - answer.reused_tokens
+    if count <= 0:
+        return 0, ""
+    because = answer.missing_because
+    return count, "they had left the store" if because is None else _WHY.get(because, because)
 
 
 def open_store(session: Session, plan: Plan) -> TierStore:
-    """Open the plan's store for the pages of the model."""
+    """Open the store that the plan describes, for pages of the session's model."""
     return TierStore.open(load_config(plan.store), session.spec(plan.page_size))
 
 
 def ingest(session: Session, store: TierStore, plan: Plan, say: Say) -> None:
-    """Compute every document once."""
+    """Compute every document once and put its pages into the store. ``say`` is called with the progress."""
     for number, ids in enumerate(plan.documents, 1):
         session.ingest(store, ids)
         say(f"ingested document {number} of {len(plan.documents)}, {len(ids)} tokens")
 
 
 def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_restart: bool) -> list[Row]:
-    """Ask the questions in the plan's order."""
+    """Ask all questions in the plan's order, and return a row for each.
+
+    If ``plan.plain`` does not contain the answer of plain transformers yet, the question is also asked without the
+    store, and that answer is added to ``plan.plain``.
+    """
     rows = []
     for number, index in enumerate(plan.order, 1):
-        question, plain = plan.questions[index], plan.plain[index]
+        question = plan.questions[index]
+        if index not in plan.plain:
+            plan.plain[index] = session.plain(question.ids, plan.answer_tokens)
+            fewer = use_fewer_threads(plan.plain[index].cores) if plan.adapts else None
+            if fewer is not None:
+                say(fewer.described())
+        plain = plan.plain[index]
         answer = session.stored(store, question.ids, plan.answer_tokens)
         times = measured(session, store, question.ids, answer, plain)
+        lost_tokens, why = lost(answer, len(question.ids))
         row = Row(
             document=question.document,
             question=question.text,
@@ -160,11 +225,14 @@ def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_r
             plain_answer=session.text(plain.tokens),
             tokens=len(plain.tokens),
             agreeing=agreeing(plain, answer.tokens),
+            lost_tokens=lost_tokens,
+            why=why,
         )
         rows.append(row)
         say(
-            f"question {number} of {len(plan.order)}: {row.tokens_reused} of {row.prompt_tokens} tokens from "
-            f"{row.tier}, first token after {row.ttft_s:.2f} s"
+            f"question {number} of {len(plan.order)}: plain transformers {row.recompute_ttft_s:.2f} s, TierStore "
+            f"{row.ttft_s:.2f} s, {row.sooner:.1f} times sooner ({row.tokens_reused} of {row.prompt_tokens} tokens "
+            f"from {row.tier}{f'; {lost_tokens} stored ones computed again: {why}' if why else ''})"
         )
     store.check()
     return rows
@@ -173,10 +241,11 @@ def ask_all(session: Session, store: TierStore, plan: Plan, say: Say, *, after_r
 def measured(
     session: Session, store: TierStore, ids: list[int], answer: StoredAnswer, plain: PlainAnswer
 ) -> Times:
-    """Return both times to first token, measured again side by side while the restore from NVMe seems slower.
+    """Return the times to first token with and without the store.
 
-    The plain run is minutes old: other programs may have slowed the machine since. A restore that is really slow
-    stays slow, and so does an answer that computed most of its prompt.
+    If a restore from NVMe seems slower than plain transformers, both times are measured again, up to three times.
+    The plain run may have been minutes ago, and other programs may have slowed down the machine since. A restore
+    that is really slower remains slower. Nothing is measured again if more than half of the prompt was computed.
     """
     times = Times(answer.ttft_s, plain.ttft_s, 0)
     if 2 * answer.reused_tokens < len(ids):
@@ -190,7 +259,7 @@ def measured(
 
 
 def settle(session: Session, store: TierStore, plan: Plan) -> None:
-    """Move every page to disk, so that a new process finds all of them there."""
+    """Demote all pages, so that they are only on disk, and wait until they are durable."""
     for question in plan.questions:
         store.demote(store.keys(question.ids), Tier.NVME)
     store.drain(120.0)
@@ -198,7 +267,12 @@ def settle(session: Session, store: TierStore, plan: Plan) -> None:
 
 
 def main(plan_path: Path, found_path: Path) -> None:
-    """Run the second process."""
+    """Run the second process.
+
+    Args:
+        plan_path: The file from which to read the plan.
+        found_path: The file to which to write the results, as JSON.
+    """
     plan = Plan.load(plan_path)
     if plan.threads is not None:
         use_threads("cpu", plan.threads)
@@ -217,12 +291,12 @@ def _say(line: str) -> None:
 
 
 class RestartError(RuntimeError):
-    """The second process failed. The message has its output."""
+    """The second process failed. The message contains its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results: the rows of both processes, and the sizes of the demonstration."""
+    """Results of the demonstration: the rows of both processes, the results with hints, and the options."""
 
     documents: list[Document]
     sizes: Sizes
@@ -232,22 +306,32 @@ class Outcome:
     host_codec: str = "none"
     device: str = "cpu"
     in_turn: InTurn | None = None
+    asked: frozenset[Tier] = frozenset((Tier.HBM, Tier.HOST, Tier.NVME))
+    """Tiers in which at least one question before the restart is certain to find its document's pages."""
 
     @property
     def lossy(self) -> str:
-        """Return the codec that pages went through: that of host memory, or else of the disk."""
+        """Return the codec that makes answers inexact: that of host memory or, if it is "none", that of the disk."""
         return self.codec if self.host_codec == "none" else self.host_codec
 
 
 def run_demo(
     model: Path, settings: Settings, say: Say, paths: Sequence[Path] = (), place: Path | None = None
 ) -> Outcome:
-    """Run both processes with the model in folder ``model`` and return the results, without judging them.
+    """Run both processes and return the results. ``report.judge`` evaluates them.
 
     Args:
-        place: Where the temporary folder of the disk tier is created (default: the system's) and finally removed.
+        model: Folder of the model.
+        settings: Sizes and options.
+        say: Called with progress messages.
+        paths: The user's text files and folders. If empty, texts of this machine are used.
+        place: Folder in which a temporary folder for the disk tier is created. It is removed at the end. None
+            means the system's default.
 
-    Raises DocumentError, PlanError, RestartError, and the store's own errors.
+    Raises:
+        DocumentError: Not enough long texts were found.
+        RestartError: The second process failed.
+        TierStoreError: The model is not supported, or the store failed.
     """
     chosen = use_threads(settings.device, settings.threads)
     if chosen is not None:
@@ -260,21 +344,32 @@ def run_demo(
     for document in documents:
         say(f"document: {document.name}, {document.num_tokens} tokens")
     with tempfile.TemporaryDirectory(prefix="tierstore-demo-", dir=place) as scratch:
-        plan, sizes, page_nbytes = _prepare(session, documents, settings, model, Path(scratch), say)
+        plan, sizes, page_nbytes = _prepare(session, documents, settings, model, Path(scratch), chosen, say)
         with open_store(session, plan) as store:
             ingest(session, store, plan, say)
+            say("each question without the store and over it; seconds until the first token")
             rows = ask_all(session, store, plan, say, after_restart=False)
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")
+        if plan.threads is not None:
+            plan = replace(plan, threads=torch.get_num_threads())
         after, in_turn = _second_act(plan, Path(scratch), say)
+    pages = [len(ids) // settings.page_size for ids in plan.documents]
+    asked = tiers_asked(plan.order, pages, sizes)
     how = (settings.codec, settings.host_codec, settings.device)
-    return Outcome(documents, sizes, page_nbytes, rows + after, *how, in_turn)
+    return Outcome(documents, sizes, page_nbytes, rows + after, *how, in_turn, asked)
 
 
 def _prepare(
-    session: Session, documents: list[Document], settings: Settings, model: Path, scratch: Path, say: Say
+    session: Session,
+    documents: list[Document],
+    settings: Settings,
+    model: Path,
+    scratch: Path,
+    threads: Threads | None,
+    say: Say,
 ) -> tuple[Plan, Sizes, int]:
-    """Make the plan and have plain transformers answer its questions."""
+    """Create the plan, and report the sizes. Return the plan, the sizes, and the size of a page in bytes."""
     questions = make_questions(session, documents, settings.num_questions)
     prefixes = shared_prefixes(questions, settings.num_questions)
     sizes = tier_sizes(prefixes, questions, settings)
@@ -283,15 +378,13 @@ def _prepare(
     mib = page_nbytes / (1 << 20)
     say(
         f"documents: {sizes.documents} pages of {mib:.2f} MiB; HBM {sizes.hbm} pages ({sizes.hbm * mib:.0f} MiB), "
-        f"host {sizes.host} pages ({sizes.host * mib:.0f} MiB): together {sizes.documents - sizes.hbm - sizes.host} "
-        "pages too small for them"
-    )
-    plain = []
-    for number, question in enumerate(questions, 1):
-        plain.append(session.plain(question.ids, settings.answer_tokens))
-        say(
-            f"plain transformers: question {number} of {len(questions)}, first token after {plain[-1].ttft_s:.2f} s"
+        f"host {sizes.host} pages ({sizes.host * mib:.0f} MiB): "
+        + (
+            "all of them fit"
+            if sizes.fit
+            else f"together {sizes.documents - sizes.hbm - sizes.host} pages too small for them"
         )
+    )
     plan = Plan(
         model=str(model),
         page_size=settings.page_size,
@@ -300,14 +393,18 @@ def _prepare(
         documents=prefixes,
         questions=questions,
         order=mixed_order(len(documents), settings.num_questions),
-        plain=plain,
         threads=torch.get_num_threads() if settings.device == "cpu" else None,
+        adapts=threads is not None and threads.chosen,
     )
     return plan, sizes, page_nbytes
 
 
 def _second_act(plan: Plan, scratch: Path, say: Say) -> tuple[list[Row], InTurn]:
-    """Ask everything again in a new process, and then about the documents in turn."""
+    """Run the second process, pass its output on to ``say``, and return its results.
+
+    Raises:
+        RestartError: The process failed.
+    """
     plan_path, found_path = scratch / "plan.json", scratch / "found.json"
     plan.save(plan_path)
     command = [sys.executable, "-m", "tierstore.demo.run", str(plan_path), str(found_path)]
@@ -321,7 +418,7 @@ def _second_act(plan: Plan, scratch: Path, say: Say) -> tuple[list[Row], InTurn]
         if child.wait():
             complaints.seek(0)
             raise RestartError(
-                f"the second process ended with {child.returncode}:\n{complaints.read()[-4000:]}"
+                f"the second process exited with status {child.returncode}:\n{complaints.read()[-4000:]}"
             )
     found = json.loads(found_path.read_text())
     return [Row(**row) for row in found["rows"]], InTurn(**found["in_turn"])

@@ -1,12 +1,13 @@
-"""Which pages may be written below memory. Metadata only; time comes with ``tick``.
+"""Admission: decides which pages may be written below memory. Metadata only; ``tick`` sets the time.
 
-A page stays in memory because a caller wants it to (``memory_only``), because the admission policy has refused it so
-far, or because the tier below memory was opened read-only. A caller's wish holds from the page's first copy to its
-last, unless a request that may use the disk names the page or one after it: such a request has the same tokens. So no
-page that may be stored ever follows one that may not.
+A page is kept off disk for one of three reasons: a caller put it with ``memory_only``, the admission policy
+has refused it so far, or the tier below memory was opened read-only. A caller's restriction lasts as long as
+any copy of the page exists. It ends early if the page, or a page after it, is put without ``memory_only``,
+because that put is about the same tokens. As a result, a page that may be stored never follows a page that
+may not.
 
-The policy is asked only about pages that are written automatically. ``demote``, ``flush`` and ``close`` write pages
-regardless of admission, and these writes count against the daily budget.
+The policy decides only about pages that would be written automatically. ``demote``, ``flush`` and ``close``
+write pages regardless of the policy. These writes count against the daily budget, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOnly:
-    """The pages of a store that stay in memory. Changed only by residency and admission."""
+    """Those pages of a store that must not be written below memory. Only residency and admission change this set."""
 
     def __init__(self, hierarchy: Hierarchy, lineage: Lineage) -> None:
         self.lowest = hierarchy.lowest
@@ -33,9 +34,9 @@ class MemoryOnly:
         """The slowest tier that is memory."""
         self.keys: set[PageKey] = set()
         self.refused: set[PageKey] = set()
-        """Those of ``keys`` that stay because admission refused them, not because a caller wants it."""
+        """Keys that are in ``keys`` only because admission refused them."""
         self.frozen = hierarchy.frozen
-        """Whether nothing is ever written below memory: what is memory-only stays that."""
+        """Whether nothing is ever written below memory, so that memory-only restrictions are never lifted."""
         self._lineage = lineage
         self._lifting: OrderedDict[PageKey, None] = OrderedDict()
 
@@ -43,14 +44,14 @@ class MemoryOnly:
         return key in self.keys
 
     def lowest_for(self, key: PageKey) -> Tier:
-        """Return the slowest tier that may ever hold the page. Decides whether a page may be copied down."""
+        """Return the slowest tier that may store the page now."""
         return self.floor if key in self.keys else self.lowest
 
     def restrict(self, key: PageKey) -> None:
-        """Keep a page in memory that no tier holds and that gets its first copy.
+        """Restrict a page to memory, because a caller puts it with ``memory_only``.
 
-        No effect if a page follows it that may be stored, now or once admission wants it: after a restart that one
-        would be unreachable.
+        The page is in no tier and is about to get its first copy. No effect if a page after it may be stored,
+        now or once admission accepts it. That page would otherwise be unreachable after a restart.
         """
         if self.frozen or all(
             child in self.keys and child not in self.refused for child in self._lineage.children(key)
@@ -58,36 +59,49 @@ class MemoryOnly:
             self.keys.add(key)
 
     def refuse(self, key: PageKey) -> None:
-        """Record that admission refuses a page that gets its first copy. No effect if a storable page follows it."""
+        """Restrict a page to memory, because admission refuses it.
+
+        No effect if a page after it may be stored.
+        """
         if self.frozen or all(child in self.keys for child in self._lineage.children(key)):
             self.keys.add(key)
             self.refused.add(key)
 
     def forget(self, key: PageKey) -> None:
-        """Record that the page's last copy is gone."""
+        """Forget the restriction of a page whose last copy is gone."""
         self.keys.discard(key)
         self.refused.discard(key)
         self._lifting.pop(key, None)
 
     def permit(self, key: PageKey, *, at_once: bool = False) -> None:
-        """Allow the page and all before it to be stored. ``lift`` carries it out; ``at_once``: before all others."""
+        """Queue the page, and all pages before it, so that ``lift`` lifts their restrictions.
+
+        If ``at_once``, ``lift`` processes this page first.
+        """
         if key in self.keys and not self.frozen:
             self._lifting[key] = None
             if at_once:
                 self._lifting.move_to_end(key, last=False)
 
     def permit_named(self, key: PageKey) -> None:
-        """End a caller's wish, but not a refusal, because a request that may use the disk names the page."""
+        """End a caller's restriction of this page, which was put without ``memory_only`` or precedes such a page.
+
+        No effect on a page that admission refused.
+        """
         if key not in self.refused:
             self.permit(key)
 
     def permit_refused(self) -> None:
-        """Allow all pages to be stored that only admission keeps in memory, and those before them."""
+        """Queue all pages that admission refused, and the pages before them, for ``lift`` to end their restriction."""
         if not self.frozen:
             self._lifting.update(dict.fromkeys(self.refused))
 
     def lift(self, limit: int) -> list[PageKey]:
-        """Lift the restriction of up to ``limit`` permitted pages and pages before them, and return them."""
+        """Lift the restriction of up to ``limit`` queued pages. The page before each of them is queued, too.
+
+        Returns:
+            The pages whose restriction was lifted.
+        """
         lifted: list[PageKey] = []
         for _ in range(limit):
             if not self._lifting:
@@ -103,20 +117,20 @@ class MemoryOnly:
 
     @property
     def lifting(self) -> bool:
-        """Whether ``lift`` has something to do."""
+        """Whether ``lift`` has work to do."""
         return bool(self._lifting)
 
     def will_lift(self, key: PageKey) -> bool:
-        """Return whether the page is among the next to be lifted."""
+        """Return whether the page's restriction is queued to be lifted."""
         return key in self._lifting
 
 
 class AdmissionControl:
-    """Reports puts and hits to ``history``, asks ``admission``, and remembers its answers.
+    """The link between a store and its admission policy: asks the policy, and applies its decisions.
 
-    ``history`` is None if no policy needs one. Pages are admitted to the fastest tier that keeps records; without one
-    there is nothing to admit to. A page that is refused is asked about again when it is hit. A page is written with all
-    pages before it, so the budget must have space for them, too.
+    The policy decides which pages are written to the fastest record tier; without record tiers it is not
+    asked. When a refused page is hit, the policy is asked again. A page is written together with all pages before it,
+    so the daily budget must suffice for those, too. ``history`` is None if no policy needs one.
     """
 
     def __init__(
@@ -133,28 +147,29 @@ class AdmissionControl:
         self._admission = admission
         self._records = residency.hierarchy.records
         self.guarded = residency.hierarchy.first_records
-        """The tier to which pages are admitted; None: there is none."""
+        """The tier to which pages are admitted, or None if there are no record tiers."""
         self._below = None if self.guarded is None else residency.tables[self.guarded]
         self._record_nbytes = 0 if self._below is None else self._below.record_nbytes
         self._promised: dict[PageKey, None] = {}
-        """Pages that were let through the budget and are not written yet."""
+        """Pages for which bytes of the budget are reserved, because they are not written yet."""
         self._asked = 0
         self._insisting = 0
         self._now = 0.0
 
     def tick(self, now: float) -> None:
-        """Set the time, in seconds."""
+        """Set the current monotonic time, in seconds."""
         self._now = now
 
-    # -- what happens to pages ----------------------------------------------------------------------------------
+    # -- puts, hits and writes ----------------------------------------------------------------------------------
 
     def put(self, key: PageKey, parent: PageKey | None, following: int = 0, *, asked: bool = False) -> None:
-        """Decide about a page that no tier holds, that may be stored, and that is about to get its first copy.
+        """Decide whether to write a page that is in no tier and is about to get its first copy.
 
         Args:
-            parent: The page before it.
-            following: Number of pages that come after it in the same call.
-            asked: A caller has requested already that it is written.
+            key: The page. It is not memory-only.
+            parent: The page before it, or None.
+            following: Number of pages after it in the same call to ``TierStore.put``.
+            asked: Whether a caller has already requested that the page be written.
         """
         history, record, again = self._history, None, False
         if history is not None:
@@ -169,7 +184,10 @@ class AdmissionControl:
             self._memory_only.refuse(key)
 
     def hit(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """Decide about held pages that were requested or put again; ``source`` is the fastest tier that had them."""
+        """Decide again whether to write pages, because they were requested or put again.
+
+        ``source`` is the fastest tier that had them.
+        """
         if self._history is None and (self._below is None or not self._memory_only.refused):
             return
         for key in keys:
@@ -187,30 +205,34 @@ class AdmissionControl:
             self._memory_only.permit(key)
 
     def insist(self, keys: Sequence[PageKey]) -> None:
-        """Admit these pages and those before them, because a caller asked for them to be written."""
+        """Admit refused pages among ``keys``, and all pages before them, as a caller requested.
+
+        Restrictions by ``memory_only`` remain.
+        """
         for key in keys:
             if key in self._memory_only.refused:
                 self._memory_only.permit(key, at_once=True)
 
     def insist_on_all(self) -> None:
-        """Refuse nothing until ``insisted``, because a caller asked for everything to be written."""
+        """Admit all pages until ``insisted`` is called, because a caller requested a flush."""
         self._insisting += 1
         self._memory_only.permit_refused()
 
     def insisted(self) -> None:
-        """End ``insist_on_all``: the requested pages are known, and pages may be refused again."""
+        """End ``insist_on_all``, because the caller's flush now knows all its pages."""
         self._insisting -= 1
 
     def written(self, key: PageKey, nbytes: int, now: float) -> None:
-        """Count a record of this many bytes that was written."""
+        """Count a record of ``nbytes`` bytes that was written, and end the page's reservation."""
         self._promised.pop(key, None)
         self.budget.spend(nbytes, now)
         self._admission.wrote()
 
     def stats(self) -> dict[str, int | None]:
-        """Return the number of pages kept in memory by admission, and the state of the budget.
+        """Return the number of pages that admission keeps off disk, and the state of the daily budget.
 
-        The budget is the bytes written in the last 24 hours and the bytes left (None without a limit).
+        The state consists of the bytes written in the last 24 hours, the limit, and the remaining bytes. The
+        limit and the remaining bytes are None if there is no limit.
         """
         return {
             "waiting_pages": len(self._memory_only.refused),
@@ -219,10 +241,10 @@ class AdmissionControl:
             "left_today": self.budget.left(self._now),
         }
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _gone(self) -> float:
-        """Return the fraction of the daily budget that is used or promised, 0 to 1."""
+        """Return the fraction of the daily budget that is used or reserved, 0 to 1."""
         daily = self.budget.daily_nbytes
         return 0.0 if daily is None else min(1.0, self._committed() / daily)
 
@@ -230,8 +252,10 @@ class AdmissionControl:
         return self.budget.spent(self._now) + len(self._promised) * self._record_nbytes
 
     def _afford(self, key: PageKey, parent: PageKey | None) -> bool:
-        """Reserve budget for the page and those before it that are not to be written yet. False if it does not
-        suffice.
+        """Reserve budget for the page and for the refused pages before it.
+
+        Returns:
+            False if the budget does not suffice. Nothing is reserved then.
         """
         if self.budget.daily_nbytes is None:
             return True
@@ -246,7 +270,10 @@ class AdmissionControl:
         return True
 
     def _forget_broken_promises(self, asked: int) -> None:
-        """Forget pages that were evicted before they were written. Amortized O(1) per page."""
+        """From time to time, release the reservations of pages that were evicted before they were written.
+
+        ``asked`` is the number of pages for which budget is about to be reserved. Takes amortized O(1) time per page.
+        """
         self._asked += asked
         if self._asked <= len(self._promised):
             return

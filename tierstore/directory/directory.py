@@ -1,7 +1,8 @@
-"""The directory: decides what every page does, emits transfers, applies their acks. Plain data in, plain data out.
+"""The directory: makes all decisions about pages, issues transfers, and applies their acks.
 
-It holds residency, traffic, loads, placement and hints of one store, and knows no bytes, clock or thread: ``now`` is
-passed to every call that needs it, and the store makes sure that there is one caller at a time.
+It combines the residency, transfers, loads, write-back and hints of one store. It handles only plain data, and
+uses no page bytes, clocks or threads. ``now``, in every call that needs it, is a monotonic time in seconds.
+Not thread-safe: the store's lock protects it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 _UNTRIED = frozenset({Failure.CLOSED, Failure.UNAVAILABLE, Failure.NO_SPACE})
-"""Failures that say nothing of the record: it was not read, or the tier that was to take it refused it."""
+"""Failures that say nothing about a record: it was not read, or the destination did not accept it."""
 
 
 class Directory:
-    """Residency and every decision about it."""
+    """Records where a store's pages are, and decides where they go. See the module docstring."""
 
     def __init__(
         self,
@@ -72,9 +73,13 @@ class Directory:
     # -- HBM slots ----------------------------------------------------------------------------------------------
 
     def want_slots(self, n: int, now: float) -> bool:
-        """Make room for ``n`` HBM slots: save victims to lower tiers, and drop some if saving is stuck.
+        """Start making more HBM slots available, unless ``n`` or more are available now.
 
-        Returns whether there is more room at once.
+        Pages are saved to lower tiers, so that their slots can be taken later. If saving is stuck, some pages
+        are dropped instead.
+
+        Returns:
+            Whether more slots are available than before the call.
         """
         before = self.space.room(Tier.HBM)
         self.space.make_room(Tier.HBM, n, now)
@@ -84,7 +89,7 @@ class Directory:
         self._finish(now)
         return self.space.room(Tier.HBM) > before
 
-    # -- out of an engine, and into a lease --------------------------------------------------------------------
+    # -- engine slots and leases --------------------------------------------------------------------------------
 
     def copy_out(
         self,
@@ -96,25 +101,29 @@ class Directory:
         parent: PageKey | None = None,
         doubted: bool = False,
     ) -> None:
-        """Copy pages out of engine slots that ``outgoing`` accepted, as space in lower tiers becomes free."""
+        """Start copying pages out of the engine's ``slots``, which ``outgoing`` has accepted.
+
+        Pages for which the next tier has no space are queued.
+        """
         self.outgoing.add(keys, slots, memory_only=memory_only, parent=parent, doubted=doubted)
         self._finish(now)
 
     def take_reusable(self) -> list[int]:
-        """Return engine slots that no copy reads or writes any more, once each."""
+        """Return engine slots that no copy reads or writes any more. Each is returned only once."""
         slots = self.outgoing.reusable + self.loads.abandoned
         self.outgoing.reusable, self.loads.abandoned = [], []
         return slots
 
     def extend_lease(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Add up to ``limit`` pages to a lease and start the loads they need.
+        """Add up to ``limit`` pages to a lease, and start loading those that are not in HBM.
 
-        If HBM is full of unsaved pages the lease ends; those are saved, or dropped if that is impossible, for the next
-        request.
+        If HBM is full of unsaved pages, no further page is added to the lease. The unsaved pages are then
+        saved, or dropped if they cannot be saved, so that a later request finds space.
         """
         self.leases.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
-            # Whoever asks next is likely to want the same: saving others must not push these out.
+            # A later request is likely to want the pages that did not fit. Saving other pages must not evict
+            # them from the lower tier.
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
             short = len(lease.keys) - len(lease.slots)
             self.space.make_room(Tier.HBM, short, now)
@@ -123,10 +132,10 @@ class Directory:
         self._finish(now)
 
     def room_is_coming(self, now: float) -> bool:
-        """Return whether HBM has space, or gets some from what is in flight.
+        """Return whether HBM slots are available, or will be when work in flight has finished.
 
-        That is: pages that are being saved or can be soon, loads that nobody waits for, and copies whose page was
-        evicted.
+        Slots become available when unsaved pages have been saved, when loads that no lease needs have
+        finished, and when copies of evicted pages have finished.
         """
         hbm = self.residency.tables.get(Tier.HBM)
         below = self.space.below(Tier.HBM)
@@ -142,27 +151,31 @@ class Directory:
         return moving and (bool(hbm.quarantine) or self.loads.any_unheld())
 
     def _hit(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """Note that a lease took in pages."""
+        """Report to promotions and admission that a lease covers these pages, found in ``source``."""
         self.promotions.used(keys, source)
         self.admission.hit(keys, source)
 
     def _left(self, key: PageKey, tier: Tier) -> None:
-        """Note that a copy was dropped."""
+        """Report to promotions and write-back that a copy was dropped."""
         self.promotions.left(key, tier)
         self.writeback.left(key, tier)
 
-    # -- moves asked for ----------------------------------------------------------------------------------------
+    # -- requested moves ----------------------------------------------------------------------------------------
 
     def promote(
         self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint], now: float
     ) -> Promoted:
-        """Start to bring pages to ``tier`` for a hint in force, as far as there is space."""
+        """Start copying pages to ``tier`` for an active hint, until no slot is available for the next one."""
         found = self.promotions.start(hint, keys, tier, over)
         self._finish(now)
         return found
 
     def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
-        """Send readable pages down to ``target`` and drop their upper copies. Returns the number accepted."""
+        """Start moving readable pages down to ``target``. Their upper copies are dropped afterwards.
+
+        Returns:
+            The number of pages that are readable in some tier and will therefore be moved.
+        """
         accepted = [key for key in keys if self.residency.where(key) is not None]
         if target in self.hierarchy.records:
             self.admission.insist(accepted)
@@ -171,9 +184,10 @@ class Directory:
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
-        """Return the pages that may have to be saved, some of them twice, and a ticket that counts them.
+        """Return the keys of pages that a flush may have to save, and an empty ticket to count them.
 
-        Includes pages that an engine has put and that are still in its slots.
+        The keys may contain duplicates. They include pages that an engine has put and that are still in its
+        slots.
         """
         durable = self.hierarchy.first_durable
         if durable is None:
@@ -186,9 +200,10 @@ class Directory:
         return keys, Ticket()
 
     def save(self, keys: Sequence[PageKey], ticket: Ticket) -> None:
-        """Send readable pages of ``keys``, and those that come from an engine, to the first durable tier.
+        """Start copying pages to the first durable tier. Upper copies are kept.
 
-        Skips pages that it may not hold or that a durable tier has. Upper copies are kept.
+        Pages that are still in an engine's slots are included. Pages that a durable tier already has, or that
+        must not be stored there, are skipped. ``ticket`` counts all pages.
         """
         target, lowest_for = self.hierarchy.first_durable, self.residency.memory_only.lowest_for
         assert target is not None
@@ -203,29 +218,40 @@ class Directory:
         ]
         self.writeback.sinks.add(unsaved, target, ticket, keep=True)
         ticket.found += sum(k in saved for k in keys)
-        if self.hierarchy.frozen:  # nobody wants these to stay in memory: they cannot be saved
+        if self.hierarchy.frozen:  # the disk is read-only, so these pages cannot be saved
             refused = self.residency.memory_only.refused
             ticket.failed += sum(k in refused and k not in saved for k in keys)
 
     def dying(self) -> set[tuple[Tier, int]]:
-        """Return slots of record tiers whose pages were evicted during a copy. They are erased when it has ended."""
+        """Return the slots of records that were evicted while a copy was reading or writing them.
+
+        The records are erased once the copy has finished.
+        """
         tables = self.residency.tables
         return {(tier, slot) for tier in self.hierarchy.records for slot in tables[tier].quarantine}
 
     def evict(self, keys: Sequence[PageKey], tiers: Sequence[Tier]) -> int:
-        """Drop copies without saving them. Returns the number of pages that lost at least one."""
+        """Drop the copies of these pages in ``tiers`` without saving them.
+
+        Returns:
+            The number of pages that lost at least one copy.
+        """
         dropped = sum(self._evict_page(key, tiers) for key in reversed(list(dict.fromkeys(keys))))
         self.drops.note("evicted")
         return dropped
 
     def begin_clear(self) -> list[PageKey]:
-        """Give up the pages that an engine has put and that no tier has; return the keys of all others, to evict."""
+        """Give up the pages that an engine has put and that have not reached a tier.
+
+        Returns:
+            The keys of all pages that are in some tier, possibly with duplicates. The caller evicts them.
+        """
         for key in self.outgoing.forget():
             self.writeback.forgotten(key)
         return [key for table in self.residency.tables.values() for key in table.copies]
 
     def drop_unwritten(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Drop the HBM copies in sealed slots whose writing failed, without saving them."""
+        """Drop the HBM copies in these slots without saving them, because they were never written."""
         copies = self.residency.tables[Tier.HBM].copies
         spoilt = [k for k, slot in zip(keys, slots, strict=True) if k in copies and copies[k].slot == slot]
         self.evict(spoilt, [Tier.HBM])
@@ -233,7 +259,11 @@ class Directory:
     # -- progress -----------------------------------------------------------------------------------------------
 
     def advance(self, acks: Sequence[Ack], now: float) -> bool:
-        """Apply finished transfers and make a bounded number of decisions. Returns whether there are more."""
+        """Apply finished transfers and make a bounded number of decisions.
+
+        Returns:
+            Whether there are further decisions that can be made now.
+        """
         self.admission.tick(now)
         for ack in acks:
             self.apply(ack, now)
@@ -249,11 +279,11 @@ class Directory:
         return more or self.residency.memory_only.lifting
 
     def take_commands(self) -> list[Transfer | Erase]:
-        """Return the commands for the mover, in order."""
+        """Return the queued commands for the mover, in order, and clear the queue."""
         return self.transfers.take()
 
     def busy(self) -> bool:
-        """Whether something is in flight, queued, or on its way down."""
+        """Return whether any page is in flight, or is waiting to be loaded or to be copied to a lower tier."""
         placement = self.writeback
         return bool(
             not self.transfers.idle()
@@ -264,12 +294,16 @@ class Directory:
             or self.residency.memory_only.lifting
         )
 
-    # -- the end of transfers -----------------------------------------------------------------------------------
+    # -- finished transfers -------------------------------------------------------------------------------------
 
     def apply(self, ack: Ack, now: float) -> None:
-        """Settle every page of the transfer: release its source, and make its destination readable or free.
+        """Apply the result of each page of a transfer.
 
-        Late pages are not waited for any more; their source and slot stay as they are until their own ack.
+        The source of each page is unpinned. The copy in the destination becomes readable. If the page failed,
+        its slot in the destination becomes free instead.
+
+        Leases and copies stop waiting for late pages. The sources and slots of late pages do not change until
+        another ack reports their result.
         """
         transfer = self.transfers.settle(ack, now)
         self._metrics.moved(transfer, ack, self.transfers.page_nbytes)
@@ -292,7 +326,7 @@ class Directory:
         self._arrived(transfer.part(range(start, len(transfer.keys))), sizes, now)
 
     def _arrived(self, transfer: Transfer, sizes: Iterator[int], now: float) -> None:
-        """All pages of ``transfer`` have arrived; their sizes are the next of ``sizes``."""
+        """Apply the arrival of all pages of ``transfer``. Their sizes in bytes are taken from ``sizes``."""
         keys, src, dst = transfer.keys, transfer.src, transfer.dst
         sinks = self.writeback.sinks
         if dst == Tier.HBM:
@@ -344,7 +378,7 @@ class Directory:
         self._settled(key, dst, readable=False)
 
     def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
-        """Let everybody who waits for a late page continue without it."""
+        """Let all leases and copies that wait for a late page continue without it."""
         copy = self.residency.tables[dst].copies.get(key)
         if copy is None or copy.slot != slot or copy.ready:
             return
@@ -355,7 +389,10 @@ class Directory:
             self._settled(key, dst, readable=False)
 
     def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
-        """Report the end of a copy in a tier below HBM to all who wait for the page there, whoever sent it."""
+        """Inform the loads and sinks that are waiting for the page: its copy to ``dst``, below HBM, has ended.
+
+        ``readable`` is False if the copy failed.
+        """
         if dst == self.loads.gate and key not in self.residency.tables[dst].copies:
             self.loads.lost(key)
         elif dst == self.loads.gate and readable:
@@ -370,10 +407,11 @@ class Directory:
             self.drops.note(failure.value)
 
     def _drop_unfit(self, key: PageKey, src: Tier) -> None:
-        """Drop a page that the lower tier cannot represent, like a page that a codec broke.
+        """Drop a page whose values the codec of the lower tier cannot represent.
 
-        Keeping it would need a special case in every order, because it could neither be saved nor, with later pages
-        below, be dropped. Numbers that no codec can represent come from a model that has failed.
+        Keeping it would require a special case in every eviction policy: the page could never be saved, and
+        while later pages are stored below, it could not be dropped. Such values come from a model that has
+        failed, so the page is of no use.
         """
         self.writeback.sinks.settle(key, failed=True)
         if src not in self.residency.tables:
@@ -386,11 +424,12 @@ class Directory:
         if self.residency.where(key) is None:
             self.writeback.forgotten(key)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _tells_of_source(self, src: Tier, failure: Failure) -> bool:
-        """Return whether the failure means that the source is worthless: an unreadable record, or an invalid
-        payload.
+        """Return whether the failure means that the source is unusable.
+
+        A record is unusable if it cannot be read, and a slot if its payload is invalid.
         """
         return failure not in _UNTRIED if src in self.hierarchy.records else failure is Failure.INTEGRITY
 
@@ -399,7 +438,11 @@ class Directory:
             self.writeback.permitted(key)
 
     def _save_revived(self, limit: int) -> bool:
-        """Queue pages that became reachable again to be saved, as if they had just been put."""
+        """Let up to ``limit`` pages that became reachable again be saved, as if they had just been put.
+
+        Returns:
+            Whether any of these pages remain.
+        """
         revived = self.residency.orphans.revived
         for _ in range(min(limit, len(revived))):
             self.writeback.permitted(revived.popleft())
@@ -428,7 +471,7 @@ class Directory:
             self.loads.lost(key)
 
     def _finish(self, now: float) -> None:
-        """Apply the consequences of the last decisions until nothing more follows, and queue the transfers."""
+        """Apply the consequences of the last decisions, and queue the resulting transfers."""
         self.outgoing.advance(now)
         if self.outgoing.given_up:
             self._metrics.dropped(Tier.HBM, "no_room", self.outgoing.given_up)

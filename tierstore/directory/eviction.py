@@ -1,12 +1,15 @@
-"""Which copies leave a tier, in which order, and why. Decides, copies nothing. Pure metadata.
+"""Eviction: decides which copies are dropped from a tier, in which order, and why. Pure metadata.
 
-Evictable copies wait in one of three queues: ``droppable`` (the bytes are readable below, or the tier is the lowest for
-this page and holds the only copy, or no request can reach the page), ``dirty`` (must be copied down first) and, in the
-lowest tier for the page, ``mirrors`` of unpinned upper copies. Mirrors go last, because dropping one frees no more
-space above than it costs. Wanted pages wait after ordinary ones, unwanted pages before them.
+In each tier, the copies that can be evicted are in three queues. ``droppable`` contains copies that need not
+be saved for one of three reasons: the page is readable in a lower tier, this tier is the lowest that may store
+the page and has its only copy, or the page is unreachable. ``dirty`` contains copies that must first be copied
+down. ``mirrors`` contains copies in the lowest tier whose pages are also in an upper tier and unpinned there.
+Mirrors are dropped last, because the upper copy of a dropped mirror must be saved again. Wanted pages are
+evicted after ordinary pages, and unwanted pages before them.
 
-A readable page is dropped only if no lower tier may hold it, if that tier refuses, fails or is full of pages that
-cannot leave, or if its bytes are readable elsewhere. Every drop is counted by its reason.
+A readable copy is dropped only in these cases: another tier has a readable copy, no lower tier may store the
+page, or the lower tier refuses it, fails, or is full of pages that cannot be evicted. Every drop is counted
+with its reason.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 from tierstore.directory.transfers import BATCH_PAGES, Move
 from tierstore.errors import CapacityError
 from tierstore.policy.orders import BAND
-from tierstore.types import Tier
+from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +35,15 @@ if TYPE_CHECKING:
 
 
 class VictimQueues:
-    """The queues of all tiers. ``tables``: fastest first. Each call takes bounded time."""
+    """Puts every evictable copy of every tier into the right eviction queue, with the right rank.
+
+    Each call takes bounded time.
+
+    Args:
+        tables: The tables by tier, fastest tier first.
+        lineage: The lineage of the pages.
+        memory_only: The memory-only pages.
+    """
 
     def __init__(self, tables: Mapping[Tier, TierTable], lineage: Lineage, memory_only: MemoryOnly) -> None:
         self._tables = tables
@@ -40,24 +51,24 @@ class VictimQueues:
         self._memory_only = memory_only
         self._order = list(tables.items())
         self.retained: dict[PageKey, int] = {}
-        """Pages that requests retain, wherever they are or will be, with their priority."""
+        """The priority of each page that a ``retain`` hint keeps, in every tier that it is in or will be in."""
         self.kept: dict[tuple[PageKey, Tier], int] = {}
-        """Pages that expected requests are to find in a tier, there or not, with their priority: as retained there."""
+        """The priority of each page that is kept in a tier for an expected request, even before it is there."""
         self.unreachable: set[PageKey] = set()
-        """Pages that no request can reach: each of their copies that nobody holds is the next to leave its tier."""
+        """Pages that no request can reach. Their unpinned copies are evicted first in every tier."""
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
         self._below = {tier: [t.copies for o, t in self._order if o > tier] for tier in tables}
 
     def below(self, key: PageKey, tier: Tier) -> bool:
-        """Return whether a slower tier holds a readable copy."""
+        """Return whether a tier below ``tier`` has a readable copy of the page."""
         return _ready_in(self._below[tier], key)
 
     def first_rank(self, key: PageKey, table: TierTable) -> int:
-        """Return the rank of a page that gets a copy in the tier."""
+        """Return the rank of a new copy of the page in this tier."""
         return table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)
 
     def cut_off(self, key: PageKey) -> None:
-        """Move an unreachable page before all reachable ones in every tier."""
+        """Mark a page as unreachable. In every tier, it is then evicted before all reachable pages."""
         self.unreachable.add(key)
         for tier, table in self._order:
             copy = table.copies.get(key)
@@ -65,7 +76,7 @@ class VictimQueues:
                 self._rerank(key, tier, table, copy, table.policy.unreachable(key))
 
     def rejoin(self, key: PageKey) -> None:
-        """Put a page that became reachable again into every order anew, as a retained page if it is one."""
+        """Mark a page as reachable again, and give it a new rank in every tier."""
         self.unreachable.discard(key)
         for tier, table in self._order:
             copy = table.copies.get(key)
@@ -76,7 +87,7 @@ class VictimQueues:
                 self._rerank(key, tier, table, copy, rank)
 
     def entered(self, keys: Sequence[PageKey], tier: Tier, table: TierTable) -> None:
-        """Move pages that got a copy, and are retained or kept, after the ordinary ones of that tier."""
+        """Rank new copies in a tier. Copies of retained pages, and of pages kept by ``keep``, are evicted last."""
         if not self.retained and not self.kept:
             return
         for key in keys:
@@ -85,12 +96,12 @@ class VictimQueues:
                 self.rerank(key, tier, table, table.copies[key], table.policy.retained(priority))
 
     def priority(self, key: PageKey, tier: Tier) -> int | None:
-        """Return the priority of a page that is retained, or kept in the tier; None for an ordinary one."""
+        """Return the priority of a page that a hint retains, or that ``keep`` keeps in the tier, else None."""
         priority = self.retained.get(key)
         return self.kept.get((key, tier)) if priority is None else priority
 
     def make_ordinary(self, key: PageKey, tier: Tier, table: TierTable) -> None:
-        """Make a copy ordinary again, unless another reason still keeps it after the ordinary ones."""
+        """Make the copy in a tier ordinary again, unless its page is still retained, or kept there by ``keep``."""
         copy = table.copies.get(key)
         if copy is None or copy.rank < BAND:
             return
@@ -99,16 +110,18 @@ class VictimQueues:
         self.rerank(key, tier, table, copy, rank)
 
     def put_first(self, key: PageKey) -> None:
-        """Move the page before all ordinary ones in every tier."""
+        """Move the page ahead of all ordinary pages in every tier, so that it is evicted before them."""
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None:
                 self.rerank(key, tier, table, copy, table.policy.unwanted())
 
     def rank_after_use(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> int:
-        """Move a retained or kept page that was unwanted back after the ordinary ones.
+        """Return the new rank of a copy that was used.
 
-        An unreachable page stays where it is.
+        Meant for copies that are ranked ahead of the ordinary pages (negative ranks). If the page is retained,
+        or kept in the tier by ``keep``, the new rank is behind the ordinary pages. The rank of an unreachable
+        page does not change.
         """
         if copy.rank < 0 and key in self.unreachable:
             return copy.rank
@@ -116,9 +129,11 @@ class VictimQueues:
         return table.policy.touch(key, copy.rank) if priority is None else table.policy.retained(priority)
 
     def set_wanted(self, keys: Iterable[PageKey], *, wanted: bool, priority: int = 0) -> None:
-        """Move pages after (wanted) or before (unwanted) all ordinary ones in every tier's eviction order.
+        """Apply a ``retain`` hint (``wanted``) or a ``wont_need`` hint (not ``wanted``) in every tier.
 
-        ``priority``: of wanted pages. Copies that they get later are wanted as well, until ``end_retention``.
+        Wanted pages are evicted after all ordinary pages, in the order of ``priority``, until
+        ``end_retention`` is called. This includes copies that they get later. Unwanted pages are evicted
+        before all ordinary pages.
         """
         for key in keys:
             if not wanted:
@@ -132,10 +147,10 @@ class VictimQueues:
                     self.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def keep(self, key: PageKey, tier: Tier, priority: int) -> None:
-        """Keep the page in the tier for an expected request: it waits after all ordinary ones there.
+        """Keep a page in the tier for an expected request: it is evicted after all ordinary pages.
 
-        This includes a copy that it gets there later, until ``end_keeping``. While it is kept, the first priority
-        counts.
+        This applies until ``end_keeping`` is called, even to a copy that is made there later. A second call
+        does not change the priority.
         """
         priority = self.kept.setdefault((key, tier), priority)
         table = self._tables[tier]
@@ -144,27 +159,27 @@ class VictimQueues:
             self.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def end_keeping(self, key: PageKey, tier: Tier) -> None:
-        """Stop keeping the page in the tier: it becomes ordinary there, unless it is retained."""
+        """Undo ``keep`` for the page in the tier. Its copy there is evicted as usual again, unless it is retained."""
         self.kept.pop((key, tier), None)
         if key not in self.retained:
             self.make_ordinary(key, tier, self._tables[tier])
 
     def end_retention(self, keys: Iterable[PageKey]) -> None:
-        """Make retained pages ordinary, except where they are kept."""
+        """End the retention of these pages. They become ordinary, except in tiers where ``keep`` applies to them."""
         for key in keys:
             self.retained.pop(key, None)
             for tier, table in self._tables.items():
                 self.make_ordinary(key, tier, table)
 
     def resettle(self, key: PageKey) -> None:
-        """Move each evictable copy of the page to the queue it belongs to, because its state has changed."""
+        """Put each evictable copy of the page into the right queue, after the state of the page has changed."""
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None and copy.ready and copy.pins == 0:
                 self.settle(key, tier, table, copy)
 
     def held(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """Note that a readable copy got its first pin."""
+        """Update the counters and queues after a readable copy got its first pin."""
         table.pinned += 1
         table.idle -= 1
         table.withdraw(copy)
@@ -172,7 +187,10 @@ class VictimQueues:
             self.settle_mirror(key, tier)
 
     def settle_mirror(self, key: PageKey, above: Tier) -> None:
-        """Requeue the copy in the page's lowest tier, because an upper copy was pinned or dropped."""
+        """Put the page's copy in its lowest tier into the eviction queue where it now belongs.
+
+        Call this after the copy in ``above`` got its first pin or lost its last one.
+        """
         lowest = self._memory_only.lowest_for(key)
         if above == lowest:
             return
@@ -182,7 +200,7 @@ class VictimQueues:
             self.settle(key, lowest, table, copy)
 
     def settle(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy) -> None:
-        """Put a readable, unpinned copy into the queue it belongs to, and remove it from the others."""
+        """Put a readable, unpinned copy into the right queue, and remove it from the others."""
         if key in self.unreachable:
             table.wait(copy, key, table.droppable)
             return
@@ -209,7 +227,7 @@ class VictimQueues:
                 table.fleeting.shift(copy.rank, key, offered=not inner)
 
     def rerank(self, key: PageKey, tier: Tier, table: TierTable, copy: Copy, rank: int) -> None:
-        """Give a copy another rank in its tier's eviction order. No effect while the page is unreachable."""
+        """Change the rank of a copy in its tier, unless the page is unreachable."""
         if rank != copy.rank and key not in self.unreachable:
             self._rerank(key, tier, table, copy, rank)
 
@@ -231,18 +249,19 @@ def _ready_in(tiers: Sequence[Mapping[PageKey, Copy]], key: PageKey) -> bool:
 def choose_victims(
     tables: Mapping[Tier, TierTable], lineage: Lineage, tier: Tier, nbytes: int
 ) -> list[PageKey]:
-    """Return copies to drop from ``tier``, in order, so that ``nbytes`` fit.
+    """Return the keys of the copies to drop from ``tier``, in order, so that ``nbytes`` bytes fit.
 
-    Mirrors go last. One victim suffices if all records have the same size; otherwise the lowest rank goes first, and a
-    parent after its last child.
+    A mirror is chosen only if there are no droppable copies. Usually one victim is enough. In a record tier,
+    whose records differ in size, several may be needed: the droppable copies with the lowest ranks, and
+    pages whose children are all victims.
 
     Raises:
-        CapacityError: That is impossible.
+        CapacityError: Not enough copies can be dropped.
     """
     table = tables[tier]
     first = table.droppable.first() or table.mirrors.first()
     if first is None:
-        raise CapacityError(f"{tier.name}: no free slot and nothing to drop")
+        raise CapacityError(f"{tier.name}: no slot is free and no page can be dropped")
     if table.num_slots is not None or table.has_space(nbytes - table.copies[first].nbytes):
         return [first]
     victims: dict[PageKey, None] = {}
@@ -257,7 +276,9 @@ def choose_victims(
         if parent is not None and _left_bare(tables, lineage, tier, parent, victims):
             heappush(heap, (table.copies[parent].rank, parent))
     if not table.has_space(nbytes - freed):
-        raise CapacityError(f"{tier.name}: not enough to drop for {nbytes} bytes")
+        raise CapacityError(
+            f"{tier.name}: the pages that can be dropped take less than the {exact_size(nbytes)} needed"
+        )
     return list(victims)
 
 
@@ -268,10 +289,13 @@ def _left_bare(
     key: PageKey,
     victims: dict[PageKey, None],
 ) -> bool:
-    """Return whether the page's last copy could leave the lowest tier once ``victims`` have, and not before."""
+    """Return whether the page can be evicted from the tier once ``victims``, its children, are dropped.
+
+    It cannot if it or a child has a copy, readable or in flight, in another tier.
+    """
 
     def only_here(page: PageKey) -> bool:
-        return not any(table.ready(page) for other, table in tables.items() if other != tier)
+        return not any(page in table.copies for other, table in tables.items() if other != tier)
 
     copy = tables[tier].copies.get(key)
     if copy is None or not copy.ready or copy.pins or copy.queue is tables[tier].droppable:
@@ -282,17 +306,17 @@ def _left_bare(
 
 
 STALL_S = 2.0
-"""An edge that carries pages and has not moved one for this long counts as failing until it moves again."""
+"""Number of seconds without progress after which an edge with pages in flight counts as failing."""
 RELAYED_PAGES = 16
-"""Pages at most that are on their way from one tier of records to the next."""
+"""Maximum number of pages in flight between two record tiers."""
 
 
 class Space:
-    """Plans copies to lower tiers that make room above, and drops what cannot be saved."""
+    """Makes space in a tier, by copying pages down or by dropping them."""
 
     def __init__(self, residency: Residency, transfers: Transfers) -> None:
         self.failing: set[Tier] = set()
-        """Tiers whose last write failed."""
+        """Tiers in which the last write failed."""
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
@@ -301,14 +325,17 @@ class Space:
         self.below = residency.hierarchy.below
 
     def room(self, tier: Tier) -> int:
-        """Return the number of pages that ``tier`` can take without waiting."""
+        """Return the number of pages that ``tier`` can accept now, in free slots or by dropping pages."""
         table = self._tables[tier]
         if table.budget_nbytes is not None:
             return (table.budget_nbytes - table.used_nbytes) // table.record_nbytes + len(table.droppable)
         return len(table.free) + len(table.droppable)
 
     def make_room(self, tier: Tier, wanted: int, now: float) -> None:
-        """Start to save dirty victims below: as many as ``wanted`` pages need beyond free space and saves in flight."""
+        """If ``tier`` cannot accept ``wanted`` pages now, start to copy dirty pages down.
+
+        Pages that are already being copied down count as space that will be free.
+        """
         table, below = self._tables[tier], self.below(tier)
         if below is None or below in self.failing or self.room(tier) >= wanted:
             return
@@ -327,7 +354,11 @@ class Space:
                 return
 
     def could_start(self, src: Tier, dst: Tier) -> int:
-        """Return the pages that may be sent along the edge now. Between record tiers each takes memory of the mover."""
+        """Return how many copies from ``src`` to ``dst`` may start now.
+
+        Between record tiers, the number of pages in flight is limited, because each takes memory in the
+        mover.
+        """
         return RELAYED_PAGES - self._transfers.carrying(src, dst) if src in self._records else BATCH_PAGES
 
     def relieve(
@@ -338,14 +369,19 @@ class Space:
         above: Tier | None = None,
         spared: PageKey | None = None,
     ) -> None:
-        """Drop what ``wanted`` pages need if pages cannot be saved, leaf first, at most a batch.
+        """Make space for ``wanted`` pages by dropping pages that cannot be saved.
 
-        A page that both tiers hold is dropped from both: without its copy here, the upper one would have to be saved
-        again, endlessly.
+        The last pages of sequences are dropped first, at most one batch per call. A page that is also in
+        ``above`` is dropped from both tiers. If only its lower copy were dropped, the upper copy would have to
+        be saved again, and so on without end.
 
         Args:
-            above: The tier whose pages need the space.
-            spared: The page before the one that needs the space, which would be unreachable without it.
+            tier: The tier that needs space.
+            wanted: Number of pages to make space for.
+            now: The current monotonic time.
+            above: The upper tier from which pages are to be copied into the space, or None.
+            spared: A page not to drop: the parent of the page that needs the space, which would otherwise be
+                unreachable.
         """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
@@ -366,7 +402,8 @@ class Space:
                 self.drop(key, above)
         if self.room(tier) < wanted:
             self._drop_mirrored_leaf(tier, below, spared)
-        # A page on its way here is about to be a leaf: without it what follows the dropped one is cut off for nothing.
+        # While a page is in flight to this tier, wait: it may soon be a leaf that can be dropped. If a page
+        # before it were dropped now, later pages would become unreachable for no benefit.
         if self.room(tier) < wanted and not leaves and self._transfers.quiet(tier, now, STALL_S):
             if not any(len(self._tables[other].leaves) for other in self._tiers if other < tier):
                 self._drop_before_saved(tier, wanted)
@@ -374,9 +411,13 @@ class Space:
                 self._drop_end_above(tier)
 
     def give_way(self, tier: Tier, now: float) -> bool:
-        """Drop memory-only pages of a full tier that only stay for later pages above, at most a batch.
+        """If a full tier cannot evict pages because later pages are memory-only, drop the memory-only pages.
 
-        Otherwise they would block memory and disk for pages that are to be stored. Returns whether there is space now.
+        At most one batch is dropped, from upper tiers. If these pages were kept, pages that are to be stored
+        could get no space in memory or on disk.
+
+        Returns:
+            Whether pages were dropped and the tier has space now.
         """
         if not self._tables[tier].inner or not self.blocked(tier, now):
             return False
@@ -389,11 +430,11 @@ class Space:
         return self.room(tier) > 0
 
     def blocked(self, tier: Tier, now: float) -> bool:
-        """Return whether the tier is full of pages that cannot leave, and nothing in flight will change that."""
+        """Return whether the tier has no space and nothing in flight will free any."""
         return self.room(tier) == 0 and self._transfers.quiet(tier, now, STALL_S)
 
     def stuck(self, src: Tier, dst: Tier, now: float) -> bool:
-        """Return whether the edge to the lower tier is unreliable: its last write failed, or it is stalled."""
+        """Return whether copies from ``src`` to ``dst`` are failing or stalled."""
         return dst in self.failing or self._transfers.stalled((src, dst), now, STALL_S)
 
     def copy_from_engine(
@@ -406,9 +447,21 @@ class Space:
         memory_only: bool,
         coming: bool = False,
     ) -> bool:
-        """Plan the copy of a page that no tier has out of an engine's slot. False if there is no space.
+        """Reserve a slot in ``dst`` and plan to copy a page there from an engine's slot.
 
-        ``coming``: ``parent`` will be copied out of another slot, and counts as present.
+        The page must be in no tier.
+
+        Args:
+            key: The page.
+            slot: The engine's slot.
+            dst: The destination.
+            parent: The page before it, or None.
+            memory_only: Whether the page must never be stored below memory.
+            coming: Whether ``parent`` is itself still to be copied out of an engine's slot. It then counts as
+                present.
+
+        Returns:
+            False if there is no space.
         """
         follows = None if coming else parent
         nbytes = self._nbytes(dst)
@@ -422,10 +475,24 @@ class Space:
         self._transfers.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
         return True
 
-    def copy(self, key: PageKey, src: Tier, dst: Tier) -> bool:
-        """Plan the copy of a page one tier down. False if there is no space; True also if it is there or in flight."""
+    def copy(self, key: PageKey, src: Tier, dst: Tier, *, over_mirrors: bool = False) -> bool:
+        """Reserve a slot in the next lower tier and plan to copy a page there.
+
+        Args:
+            key: The page, which is readable in ``src``.
+            src: The tier that has the page.
+            dst: The next lower tier.
+            over_mirrors: Whether a mirror may be dropped from a record tier to make space. That only exchanges
+                one saved page for another, so it makes sense only if the page is to leave ``src``.
+
+        Returns:
+            False if there is no space. True if the page is there already, is in flight, or a copy was
+                planned.
+        """
         if key in self._tables[dst].copies:
             return True
+        if dst in self._records and not over_mirrors and not self._has_room(dst):
+            return False
         nbytes = self._nbytes(dst)
         try:
             [(slot, src_slot)] = self._residency.reserve((key,), dst, nbytes, src)
@@ -436,7 +503,7 @@ class Space:
         return True
 
     def _has_room(self, tier: Tier) -> bool:
-        """Return whether a page can be taken in without dropping a mirror of an upper page."""
+        """Return whether the tier can accept a page without dropping a mirror."""
         table = self._tables[tier]
         return table.has_space(self._nbytes(tier)) or len(table.droppable) > 0
 
@@ -445,11 +512,14 @@ class Space:
         return table.record_nbytes if table.budget_nbytes is not None else 0
 
     def drop(self, key: PageKey, tier: Tier) -> None:
-        """Drop a readable copy."""
+        """Drop the readable copy in ``tier`` without saving it."""
         self._residency.dropped.append(self._residency.evict(key, tier))
 
     def _drop_mirrored_leaf(self, tier: Tier, below: Tier, spared: PageKey | None) -> None:
-        """Drop the last page of a sequence from both tiers, so that an earlier one can be saved instead."""
+        """Drop the last page of a sequence from ``tier`` and ``below``, to make space in both.
+
+        An earlier page can then be saved instead. ``spared`` is not dropped.
+        """
         if self._has_room(below):
             return
         copies, lineage = self._tables[tier].copies, self._residency.lineage
@@ -467,9 +537,10 @@ class Space:
             self.drop(key, tier)
 
     def _drop_end_above(self, tier: Tier) -> None:
-        """Drop the end of a sequence that continues in an upper tier, and the page before it from here.
+        """Drop the last page of a sequence from an upper tier, and then the page before it from this tier.
 
-        The upper tiers end what is here: no page of this tier could leave without making another unreachable.
+        Used if all sequences in this tier continue in upper tiers. Dropping a page only here would make the
+        pages after it unreachable.
         """
         copies, parent = self._tables[tier].copies, self._residency.lineage.parent
         for other in self._tiers:
@@ -484,10 +555,11 @@ class Space:
                 return
 
     def _drop_before_saved(self, tier: Tier, wanted: int) -> None:
-        """Drop pages that cannot be saved although later pages were, at most a batch.
+        """Drop pages that cannot be saved, although later pages of their sequences are saved below.
 
-        This makes the lower pages unreachable, which are evicted first from then on. Otherwise a disk that refuses
-        forever would keep these pages here, and nobody could get their slots.
+        At most one batch is dropped. The later pages become unreachable and are evicted first from then on.
+        Without this, if a disk refuses all writes, these pages would stay here forever and their slots could
+        not be reused.
         """
         tables, lineage = self._tables, self._residency.lineage
         here = [tables[other].copies for other in self._tiers if other <= tier]
@@ -506,23 +578,26 @@ _REMEMBERED = 8192
 
 
 class Drops:
-    """Processes residency's log of dropped copies. Bounded."""
+    """Counts dropped copies by reason, and remembers why recently dropped pages were dropped."""
 
     def __init__(self, residency: Residency, metrics: Counters) -> None:
         self._residency = residency
         self._metrics = metrics
         self._fates: OrderedDict[PageKey, str] = OrderedDict()
         self.left: Callable[[PageKey, Tier], None] | None = None
-        """Told of every dropped copy."""
+        """Called with the page and the tier of every dropped copy."""
         self.unsaved = 0
-        """Pages lost although a tier below was there for them, since ``tell`` was last asked."""
+        """Number of pages lost since the last ``tell`` because they could not be saved to a lower tier."""
         self.refused = 0
-        """Pages lost because admission did not want them below."""
+        """Number of pages lost so far because admission had kept them off disk."""
         self._lowest = max(residency.tables)
         self._told = False
 
     def note(self, reason: str | None = None) -> None:
-        """Count what was dropped since the last call. Reason None: to make room."""
+        """Count the copies that were dropped since the last call.
+
+        If ``reason`` is None, they were dropped to make space, and the reason depends on the page.
+        """
         dropped = self._residency.dropped
         counts: Counter[tuple[Tier, str]] = Counter()
         while dropped:
@@ -542,19 +617,20 @@ class Drops:
             self._fates.popitem(last=False)
 
     def tell(self, *, refused: bool) -> None:
-        """Warn once that pages arrive faster than the lower tiers take them. A tier that refuses is reported
-        elsewhere.
+        """If pages were lost, warn once that they are put faster than the lower tiers can store them.
+
+        If ``refused``, do not warn, because a tier that refuses writes is reported elsewhere.
         """
         if self.unsaved and not refused and not self._told:
             self._told = True
             _log.warning(
-                "pages come faster than the tiers below take them; what finds no room is lost and counted in "
-                "dropped_copies (said once)"
+                "pages are put faster than the lower tiers can store them; pages that do not fit are lost and counted "
+                "in dropped_copies (logged once)"
             )
         self.unsaved = 0
 
     def fate(self, key: PageKey) -> str | None:
-        """Return why the page's last copy was dropped, if that was recent and the page has not come back."""
+        """Return why the page's last copy was dropped, or None if that is unknown or the page is readable."""
         return None if self._residency.where(key) is not None else self._fates.get(key)
 
 

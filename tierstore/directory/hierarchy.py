@@ -1,6 +1,7 @@
-"""The tiers of one store in their order, by their descriptions: which keep pages in slots, which as records.
+"""The order of a store's tiers, and the properties that follow from their descriptions.
 
-A tier's name says only where it stands in the order. What the directory does with a tier follows from its description.
+A tier's number (``Tier``) determines only its position in the order. All other behaviour depends on the
+tier's description.
 """
 
 from __future__ import annotations
@@ -16,26 +17,32 @@ if TYPE_CHECKING:
 
 
 class Hierarchy:
-    """The tiers that a store has, fastest first. HBM is not among them where an engine owns it."""
+    """The tiers of a store, fastest first. HBM is not included if an engine owns it."""
 
     def __init__(self, tiers: Mapping[Tier, TierDescription]) -> None:
         self.tiers = {tier: tiers[tier] for tier in sorted(tiers)}
         self.lowest = max(tiers)
         self.records = tuple(tier for tier, each in self.tiers.items() if not each.in_memory)
-        """The tiers that keep pages as records."""
+        """The tiers that store pages as records."""
         self.memory_floor = max(
             (tier for tier, each in self.tiers.items() if each.in_memory), default=Tier.HBM
         )
         """The slowest tier that is memory."""
         self.first_records = min(self.records, default=None)
-        """The tier to which pages go from memory, if any: admission decides which do."""
+        """The fastest record tier, to which pages are written from memory, or None.
+
+        Admission decides which pages are written there.
+        """
         self.frozen = self.first_records is not None and self.tiers[self.first_records].read_only
-        """Whether that tier takes nothing: then every page stays in memory that was not there when it was opened."""
+        """Whether ``first_records`` is read-only. If so, all pages that are put stay in memory."""
         self.first_durable = min((tier for tier, each in self.tiers.items() if each.durable), default=None)
-        """The tier in which a page first survives a restart, if any: ``flush`` and timed spills bring pages there."""
+        """The fastest tier in which pages survive a restart, or None.
+
+        It is the destination of ``flush`` and timed spills.
+        """
 
     def below(self, tier: Tier) -> Tier | None:
-        """Return the next slower tier, or None. ``tier`` may be the HBM of an engine."""
+        """Return the next slower tier, or None. ``tier`` may be HBM that an engine owns."""
         return next((other for other in self.tiers if other > tier), None)
 
     def above(self, tier: Tier) -> Tier | None:

@@ -1,7 +1,7 @@
-"""The hint table: latest revision of each request, retained pages with their end, hints waiting for a prefetcher.
+"""The hint table: the latest revision of each request, retained pages, and hints queued for a prefetcher.
 
-Metadata only. Bounded: at ``MAX_REQUESTS`` the longest unchanged request is forgotten, at ``MAX_QUEUED`` a
-``will_need`` is rejected.
+Metadata only. The size is bounded. If there are more than ``MAX_REQUESTS`` requests, the least recently
+updated one is forgotten. If ``MAX_QUEUED`` hints are queued, further ``will_need`` hints are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _WITHOUT_DEADLINE_S = 600.0
 
 
 class HintTable:
-    """Applies what concerns the eviction order at once, and keeps the rest for an attached prefetcher."""
+    """The active hints of a store.
+
+    ``retain`` and ``wont_need`` hints change the eviction order at once. ``will_need`` hints are queued for an
+    attached prefetcher, and rejected without one.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self.attached = False
@@ -39,28 +43,32 @@ class HintTable:
         self._retained: dict[str, tuple[int, tuple[PageKey, ...]]] = {}
         self._expiries: list[tuple[float, str, int]] = []
         self._holders: Counter[PageKey] = Counter()
-        """How many requests retain each page."""
+        """Number of requests that retain each page."""
         self._needed: dict[str, tuple[int, tuple[PageKey, ...]]] = {}
-        """Revisions and pages of the ``will_need`` hints in force."""
+        """Revision and pages of each active ``will_need`` hint, by request."""
         self._expecting: Counter[PageKey] = Counter()
-        """How many requests will need each page."""
+        """Number of requests with an active ``will_need`` hint for each page."""
         self.ended: deque[str] = deque()
-        """Requests whose ``will_need`` is in force no more; whoever acts on them takes them from here."""
+        """IDs of requests whose ``will_need`` hint is no longer active. ``Promotions`` empties the queue."""
         self._changes: deque[tuple[_Change, list[PageKey]]] = deque()
 
     def apply(self, hint: Hint, now: float) -> HintResult:
-        """Process a hint. ``advance`` does what concerns more than a batch of pages. Never pins."""
+        """Process a hint. Never pins pages.
+
+        Only the first batch of its pages is reranked for eviction. While ``pending`` is True, call ``advance``
+        to rerank the others.
+        """
         result = self._take_in(hint, now)
         self.advance(BATCH_PAGES)
         return result
 
     @property
     def pending(self) -> bool:
-        """Whether ``advance`` has something to do."""
+        """Whether ``advance`` has work to do."""
         return bool(self._changes)
 
     def advance(self, limit: int) -> None:
-        """Move up to ``limit`` pages in the eviction order, the last pages of a hint first."""
+        """Rerank up to ``limit`` pages for eviction, as hints require, beginning with a hint's last page."""
         while self._changes and limit > 0:
             change, keys = self._changes[0]
             change(reversed(keys[-limit:]))
@@ -71,15 +79,19 @@ class HintTable:
                 self._changes.popleft()
 
     def take(self) -> list[Hint]:
-        """Return the waiting hints, oldest first. The first call attaches a prefetcher."""
+        """Return the queued hints, oldest first, and clear the queue.
+
+        The first call attaches a prefetcher.
+        """
         self.attached = not self._closed
         hints = list(self._queue.values())
         self._queue.clear()
         return hints
 
     def detach(self) -> None:
-        """Detach the prefetcher: waiting hints are forgotten, and every ``will_need`` ends and is rejected from
-        now on.
+        """Detach the prefetcher.
+
+        Queued hints are discarded, active ``will_need`` hints end, and new ones are rejected.
         """
         self.attached = False
         self._queue.clear()
@@ -88,12 +100,12 @@ class HintTable:
         self._expecting.clear()
 
     def close(self) -> None:
-        """Detach for good, because the store is about to close."""
+        """Detach the prefetcher permanently, because the store is about to close."""
         self._closed = True
         self.detach()
 
     def in_force(self, hint: Hint) -> bool:
-        """Return whether a ``will_need`` was neither replaced nor withdrawn, and has not expired."""
+        """Return whether a ``will_need`` hint is active: neither replaced nor withdrawn nor expired."""
         return self._needed.get(hint.request_id, (None,))[0] == hint.revision
 
     def retained(self, key: PageKey) -> bool:
@@ -102,11 +114,11 @@ class HintTable:
 
     @property
     def keys_retained(self) -> list[PageKey]:
-        """Return the pages that requests retain, whichever tier holds them."""
+        """The pages that requests retain, in whichever tier they are."""
         return list(self._holders)
 
     def expire(self, now: float) -> None:
-        """End expired retentions, and forget expired ``will_need`` hints."""
+        """End ``retain`` and ``will_need`` hints that have expired."""
         while self._expiries and self._expiries[0][0] <= now:
             _, request_id, revision = heappop(self._expiries)
             if self._lives(request_id, revision):
@@ -115,7 +127,7 @@ class HintTable:
 
     @property
     def next_expiry(self) -> float | None:
-        """Return when the next retention ends."""
+        """The monotonic time at which the next hint expires, or None if no hint has an expiry time."""
         return self._expiries[0][0] if self._expiries else None
 
     def _take_in(self, hint: Hint, now: float) -> HintResult:
@@ -144,7 +156,7 @@ class HintTable:
             self._changes.append((retain, list(hint.keys)))
             self._retain(hint, now)
         else:
-            # One request does not speak for another.
+            # Pages that another request retains or will need are not affected.
             left = [key for key in hint.keys if key not in self._holders and key not in self._expecting]
             self._changes.append((partial(self._residency.queues.set_wanted, wanted=False), left))
         return HintResult.APPLIED
@@ -181,7 +193,7 @@ class HintTable:
 
 
 def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey]:
-    """Subtract these keys. Returns those whose count reached zero, in order."""
+    """Subtract 1 for each of these keys. Return the keys whose count has reached 0, in order."""
     gone: list[PageKey] = []
     for key in keys:
         left = counter[key] - 1
@@ -194,7 +206,7 @@ def _uncount(counter: Counter[PageKey], keys: Iterable[PageKey]) -> list[PageKey
 
 
 def lifetime(hint: Hint) -> float:
-    """Return the seconds for which a ``will_need`` is in force, unless its request says otherwise."""
+    """Return the number of seconds after which a ``will_need`` hint ends, unless a newer hint ends it earlier."""
     if hint.ttl_s is not None:
         return hint.ttl_s
     return _WITHOUT_DEADLINE_S if hint.deadline_s is None else max(0.0, hint.deadline_s) + _AFTER_DEADLINE_S

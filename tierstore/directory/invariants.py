@@ -1,4 +1,4 @@
-"""What must hold at every moment of a store. Each check names the first violation."""
+"""Checks of a store's invariants. A check raises AssertionError with a message that names the violation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.directory.lineage import ranked_unreachable
-from tierstore.types import Tier
+from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,22 +19,24 @@ Slots = Counter[tuple[Tier, int]]
 
 
 class Pending(Protocol):
-    """What waits for a caller's event and holds slots until then."""
+    """The slots and pages that are in use until a caller's event has completed."""
 
     @property
     def writing(self) -> Sequence[tuple[Sequence[PageKey], Sequence[int]]]:
-        """Pages sealed before their bytes are written, and their slots. Each holds a pin."""
+        """Pages that were put and whose bytes are not written yet, with their slots. Each is pinned."""
         ...
 
     @property
     def retired(self) -> Sequence[int]:
-        """Slots given up whose last use has not ended."""
+        """Slots that their owner has freed, but that the device may still use."""
         ...
 
 
 def check(directory: Directory, pending: Pending) -> None:
-    """Raise AssertionError unless every invariant of residency, transfers and leases holds. O(pages), changes
-    nothing.
+    """Check all invariants of residency, transfers and leases. Read-only; takes O(pages) time.
+
+    Raises:
+        AssertionError: An invariant does not hold.
     """
     check_residency(directory.residency)
     _check_transfers(directory)
@@ -43,7 +45,11 @@ def check(directory: Directory, pending: Pending) -> None:
 
 
 def check_residency(residency: Residency) -> None:
-    """Check the invariants of residency alone."""
+    """Check the invariants of residency alone: slots, eviction queues, lineage and restrictions.
+
+    Raises:
+        AssertionError: An invariant does not hold.
+    """
     for tier, table in residency.tables.items():
         _check_slots(tier, table)
         _check_queues(residency, tier, table)
@@ -53,7 +59,7 @@ def check_residency(residency: Residency) -> None:
 
 
 def _require(holds: bool, message: str) -> None:
-    # Not an assert statement: it must speak under -O as well.
+    # Not an assert statement, because ``python -O`` removes those.
     if not holds:
         raise AssertionError(message)
 
@@ -68,16 +74,25 @@ def _check_slots(tier: Tier, table: TierTable) -> None:
         sum(c.ready and not c.pins for c in copies),
     )
     counted = (table.arriving, table.pinned, table.idle)
-    _require(counted == counts, f"{tier.name}: {counted} copies arriving, pinned, idle; there are {counts}")
+    for name, counter, number in zip(("arriving", "pinned", "idle"), counted, counts, strict=True):
+        _require(
+            counter == number, f"{tier.name}: {number} copies are {name}, but the counter says {counter}"
+        )
     if table.num_slots is not None:
         _require(
             sorted(used + table.free) == list(range(table.num_slots)),
-            f"{tier.name}: a slot leaked or is shared",
+            f"{tier.name}: a slot is used twice, or is neither free nor used",
         )
     nbytes = sum(c.nbytes for c in table.copies.values()) + sum(d.nbytes for d in table.quarantine.values())
-    _require(table.used_nbytes == nbytes, f"{tier.name}: {table.used_nbytes} bytes accounted, {nbytes} held")
+    _require(
+        table.used_nbytes == nbytes,
+        f"{tier.name}: copies take {exact_size(nbytes)}, but the counter says {exact_size(table.used_nbytes)}",
+    )
     if table.budget_nbytes is not None:
-        _require(nbytes <= table.budget_nbytes, f"{tier.name}: {nbytes} bytes exceed {table.budget_nbytes}")
+        _require(
+            nbytes <= table.budget_nbytes,
+            f"{tier.name}: copies take {exact_size(nbytes)}, but the budget is {exact_size(table.budget_nbytes)}",
+        )
 
 
 def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
@@ -99,48 +114,55 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
             droppable.add(key)
         if key in dirty and (residency.where(key) != tier or not residency.lineage.has_children(key)):
             leaves.add(key)
-    _require(set(table.droppable) == droppable, f"{tier.name}: droppable pages out of step")
-    _require(set(table.dirty) == dirty, f"{tier.name}: unsaved evictable pages out of step")
-    _require(set(table.mirrors) == mirrors, f"{tier.name}: mirrors out of step")
+    _require(set(table.droppable) == droppable, f"{tier.name}: the queue droppable has wrong pages")
+    _require(set(table.dirty) == dirty, f"{tier.name}: the queue dirty has wrong pages")
+    _require(set(table.mirrors) == mirrors, f"{tier.name}: the queue mirrors has wrong pages")
     fleeting = {key for key in leaves if key in residency.memory_only}
-    _require(set(table.fleeting) == fleeting, f"{tier.name}: memory-only leaves out of step")
-    _require(set(table.leaves) == leaves, f"{tier.name}: unsaved leaves out of step")
+    _require(set(table.fleeting) == fleeting, f"{tier.name}: the queue fleeting has wrong pages")
+    _require(set(table.leaves) == leaves, f"{tier.name}: the queue leaves has wrong pages")
 
 
 def _check_lineage(residency: Residency) -> None:
     for child, parent in residency.lineage.links():
-        _require(residency.held(child), "a child without a copy is linked")
-        _require(residency.lineage.names(parent, child), "a child is not among its parent's children")
+        _require(residency.held(child), "a page without a copy has a parent in the lineage")
+        _require(residency.lineage.names(parent, child), "a page is not among its parent's children")
 
 
 def _check_reach(residency: Residency) -> None:
-    """Check that a page's reachability follows from its parent, and that its ranks in all tiers agree."""
+    """Check that a page is marked as unreachable exactly if its parent is unreachable or missing.
+
+    Also check that its copies in all tiers are ranked accordingly.
+    """
     orphans, lineage = residency.orphans, residency.lineage
     for table in residency.tables.values():
         for key, copy in table.copies.items():
             cut_off = key in orphans
-            _require(ranked_unreachable(copy.rank) == cut_off, "a page out of reach is not the next to leave")
+            _require(
+                ranked_unreachable(copy.rank) == cut_off,
+                "the rank of a page does not agree with whether it is reachable",
+            )
             if not orphans.pending:
                 _require(
                     orphans.after(lineage.parent(key)) == cut_off,
-                    "a page that can be reached, or not, is wrong",
+                    "a page is marked as reachable, but its parent is not, or the other way round",
                 )
     found = sum(residency.held(key) for key in orphans.keys)
-    _require(found == len(orphans.keys), "a page that is gone is remembered as out of reach")
+    _require(found == len(orphans.keys), "a page without a copy is marked as unreachable")
 
 
 def _check_memory_only(residency: Residency) -> None:
     memory_only = residency.memory_only
-    _require(memory_only.refused <= memory_only.keys, "a refused page may be stored")
+    _require(memory_only.refused <= memory_only.keys, "a page that admission refused is not memory-only")
     for key in memory_only.keys:
-        _require(residency.held(key), "a memory-only page that is gone is remembered")
+        _require(residency.held(key), "a page without a copy is marked as memory-only")
         for tier, table in residency.tables.items():
             _require(
-                tier <= memory_only.floor or key not in table.copies, f"a memory-only page in {tier.name}"
+                tier <= memory_only.floor or key not in table.copies,
+                f"a memory-only page has a copy in {tier.name}",
             )
     for child, parent in [] if memory_only.frozen else residency.lineage.links():
         if parent in memory_only and child not in memory_only and residency.where(child) is not None:
-            _require(memory_only.will_lift(parent), "a page that may be stored follows one that may not")
+            _require(memory_only.will_lift(parent), "a page that may be stored follows a memory-only page")
 
 
 def _check_transfers(directory: Directory) -> None:
@@ -149,10 +171,17 @@ def _check_transfers(directory: Directory) -> None:
     for tier, table in directory.residency.tables.items():
         taken = {copy.slot for copy in table.copies.values()} | table.quarantine.keys()
         written = {slot for target, slot in targets if target == tier}
-        _require(written <= taken, f"{tier.name}: a slot that is still being written is not held for it")
+        _require(
+            written <= taken,
+            f"{tier.name}: a slot that is being written belongs to no copy and no quarantine",
+        )
         for copy in table.copies.values():
             writers = targets[tier, copy.slot]
-            _require(writers == (0 if copy.ready else 1), f"{tier.name} slot {copy.slot}: {writers} writers")
+            expected = 0 if copy.ready else 1
+            _require(
+                writers == expected,
+                f"{tier.name} slot {copy.slot}: {writers} transfers write it, expected {expected}",
+            )
 
 
 def _check_pins(directory: Directory, pending: Pending) -> None:
@@ -163,15 +192,17 @@ def _check_pins(directory: Directory, pending: Pending) -> None:
         for copy in table.copies.values():
             expected = want.pop((tier, copy.slot), 0)
             _require(
-                copy.pins == expected, f"{tier.name} slot {copy.slot}: {copy.pins} pins, {expected} holders"
+                copy.pins == expected,
+                f"{tier.name} slot {copy.slot}: has {copy.pins} pins, expected {expected}",
             )
         for slot, dead in table.quarantine.items():
             expected = want.pop((tier, slot), 0) + writers[tier, slot] + retired[tier, slot]
             _require(
                 dead.holders == expected,
-                f"{tier.name} slot {slot}: quarantined for {dead.holders}, not {expected}",
+                f"{tier.name} slot {slot}: quarantined with {dead.holders} holders, expected {expected}",
             )
-    _require(not want, f"pins on slots that nobody holds: {list(want)[:3]}")
+    named = ", ".join(f"{tier.name} slot {slot}" for tier, slot in list(want)[:3])
+    _require(not want, f"pinned slots without a copy, and not in quarantine: {named}")
 
 
 def _expected_pins(directory: Directory, pending: Pending) -> Slots:
@@ -199,6 +230,13 @@ def _check_leases(directory: Directory) -> None:
         for i, slot in enumerate(lease.slots):
             copy = table.copies.get(lease.keys[i])
             current = copy is not None and copy.slot == slot
-            _require(current or slot in table.quarantine, f"leased page {i} moved away from HBM slot {slot}")
+            _require(
+                current or slot in table.quarantine,
+                f"page {i} of a lease is no longer in HBM slot {slot}, and the slot is not in quarantine",
+            )
             if copy is not None and current and not lease.released:
-                _require(copy.ready == (i not in lease.waiting), f"leased page {i}: readiness out of step")
+                _require(
+                    copy.ready == (i not in lease.waiting),
+                    f"page {i} of a lease is {'readable' if copy.ready else 'in flight'}, but the lease "
+                    f"{'waits' if copy.ready else 'does not wait'} for it",
+                )

@@ -1,7 +1,8 @@
-"""Leases: what they hold, how they come to cover pages, and when they end. Metadata only.
+"""The state of leases: which pages they cover, how they are extended, truncated and released. Metadata only.
 
-A lease pins pages in HBM and waits for those in flight. It takes in pages that are there, in flight, or to be loaded
-for it; its deadline, a failed load or an eviction cuts it short.
+A lease covers pages that are in HBM or in flight to HBM, and pins them there. Pages in other tiers are loaded
+for it. A lease is truncated if a page does not arrive by the deadline, if a load fails, or if a page in flight
+is evicted.
 """
 
 from __future__ import annotations
@@ -27,44 +28,68 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """What a lease holds. Pages ``[0, len(slots))`` are covered; those in ``waiting`` are still in flight."""
+    """The state of one lease. It covers pages ``[0, len(slots))`` of ``keys``.
+
+    Attributes:
+        keys: The requested keys.
+        into: The engine's slot for each key, or None if the store owns HBM.
+        deadline: The monotonic time by which pages must arrive, or None.
+        slots: The HBM slot of each covered page.
+        sources: The tier in which each covered page was found.
+        waiting: Indices of covered pages that are still in flight.
+        miss_reason: Why the first page that is not covered is missing.
+        counted: Whether the hits and misses of this lease were counted.
+        released: Whether the lease was released. Some pins may remain for a while.
+    """
 
     keys: tuple[PageKey, ...]
     into: tuple[int, ...] | None = None
     deadline: float | None = None
     exact: bool = False
-    """Only pages that are what was put."""
+    """Whether the lease may cover only exact pages."""
     slots: list[int] = field(default_factory=list)
     sources: list[Tier] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     landing: set[int] = field(default_factory=set)
-    """Pages already given up whose copies still write an engine's slots."""
+    """Indices of pages that the lease no longer covers, but whose copies still write an engine's slots."""
     inexact_from: int | None = None
-    """Before a page of this number all it took in were exact; -1: one that was sealed under it is not."""
+    """Index of the first covered page that may be inexact, or None.
+
+    It is -1 if a page that was put with the lease is inexact.
+    """
     held: list[tuple[PageKey, int]] = field(default_factory=list)
-    """Pages sealed under this lease by ``put``."""
+    """Pages that were put with this lease, and their slots."""
     complete: bool = False
-    """No further page will be added."""
+    """Whether no further page will be added."""
     cut: bool = False
-    """A page was lost on its way, or came too late."""
+    """Whether the lease was truncated: a page in flight was lost, or did not arrive by the deadline."""
     miss_reason: str = "not_found"
     told: bool = False
-    """Its caller was told of a layer before all of it was there, and may be reading these slots."""
+    """Whether the caller may be reading the slots already.
+
+    This is the case once ``ready`` or ``wait(written=False)`` has returned before all pages were there.
+    """
     never_written: Event | None = None
-    """The event of a failed device that was to end the writing of a page sealed under it."""
+    """If a page that was put with the lease was never written, the event for which it was waiting, else None.
+
+    The device of the event has failed.
+    """
     wants_room: bool = False
-    """Its ``acquire`` waits for room in HBM."""
+    """Whether ``acquire`` waits for space in HBM for this lease."""
     counted: bool = False
     released: bool = False
 
     @property
     def inexact(self) -> bool:
-        """Whether a page that it covers may differ from what was put, and so anything computed over it."""
+        """Whether a covered page may be inexact. Pages that are computed from it may then be inexact, too."""
         return self.inexact_from is not None and self.inexact_from < len(self.slots)
 
     @property
     def state(self) -> LeaseState:
-        """State of its copies; their writers may not be done. READY and FAILED are final."""
+        """The state of the copies of the lease's pages. READY and FAILED are final.
+
+        READY does not mean that pages that were put with an event are already written.
+        """
         if not self.complete or self.waiting or self.landing:
             return LeaseState.PENDING
         if self.never_written is not None:
@@ -73,10 +98,10 @@ class LeaseRecord:
 
 
 class Leases:
-    """The open leases of a store, from begin to release.
+    """The open leases of a store.
 
-    ``drops`` says why a page is gone, for the reason of a miss. ``hit`` is called with the pages that a lease takes in,
-    and the fastest tier that had them.
+    ``drops`` provides the reason why a page is missing. ``hit`` is called when a lease is extended, with the
+    added pages and the fastest tier that contained them.
     """
 
     def __init__(
@@ -90,25 +115,25 @@ class Leases:
     ) -> None:
         self.open: set[LeaseRecord] = set()
         self.next_deadline: float | None = None
-        """When the next lease is to be cut, as of the last ``expire``."""
+        """The monotonic time at which ``expire`` must be called next, or None. Set by ``expire``."""
         self._replaced: list[tuple[LeaseRecord, int]] = []
         self._timed: set[LeaseRecord] = set()
-        """Open leases with a deadline that may still have to be cut: the others cost ``expire`` nothing."""
+        """Open leases with a deadline that may still have to be truncated. ``expire`` examines only these."""
         self._residency = residency
         self._loads = loads
         self._sinks = writeback.sinks
         self._unwritten: Mapping[PageKey, int] = writeback.unwritten
-        """Pages whose bytes an engine has not finished writing, by HBM slot."""
+        """HBM slots of pages whose bytes are not written yet."""
         self._drops = drops
         self._metrics = metrics
         self._hit = hit
         self._hbm = residency.tables.get(Tier.HBM)
-        """None where an engine owns HBM: leases pin nothing there."""
+        """The table of HBM, or None if an engine owns HBM. Leases then pin no HBM pages."""
 
     def begin(
         self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None, *, exact: bool
     ) -> LeaseRecord:
-        """Return a lease that covers nothing yet. ``exact``: it takes no page that may differ from what was put."""
+        """Create a lease that covers no pages yet. If ``exact``, it will cover only exact pages."""
         lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline, exact)
         self.open.add(lease)
         if deadline is not None:
@@ -116,7 +141,10 @@ class Leases:
         return lease
 
     def extend(self, lease: LeaseRecord, limit: int, now: float) -> None:
-        """Add up to ``limit`` pages. The lease is complete when the next page is unavailable."""
+        """Add up to ``limit`` pages to the lease, and start the loads that they need.
+
+        If the next page is unavailable, or there are no more keys, the lease is marked as complete.
+        """
         end = len(lease.slots) + limit
         while (index := len(lease.slots)) < end:
             if lease.cut or index == len(lease.keys):
@@ -129,17 +157,17 @@ class Leases:
                 return
 
     def hold(self, lease: LeaseRecord, key: PageKey) -> None:
-        """Pin a page sealed under the lease until its release."""
+        """Pin a page that was put with the lease. The pin lasts until the lease is released."""
         [slot] = self._residency.pin((key,), Tier.HBM)
         lease.held.append((key, slot))
         if not self._residency.exactness.exact(key):
             lease.inexact_from = -1
 
     def moved(self, load: Load, slot: int) -> None:
-        """Note that the page was put into another slot while a load was in flight.
+        """Record that the page of ``load`` was put into ``slot`` while the load was in flight.
 
-        Leases that are still waiting switch to the new slot. A lease that may already be reading the old slot is cut by
-        ``cut_replaced``, because that slot is about to be reused.
+        Leases that wait for the load switch to the new slot. If the caller of a lease may already be reading
+        the old slot, ``cut_replaced`` truncates the lease, because the old slot is about to be reused.
         """
         for lease, index in load.waiters:
             if lease in self.open and index < len(lease.slots):
@@ -150,27 +178,31 @@ class Leases:
                     lease.waiting.discard(index)
 
     def cut_replaced(self) -> None:
-        """Cut leases before pages that moved while they may have been read."""
+        """Truncate each lease whose caller may be reading a page's old slot, which ``moved`` has replaced.
+
+        The lease is truncated before that page.
+        """
         for lease, index in self._replaced:
             self.cut(lease, index, "replaced")
         self._replaced.clear()
 
     def arrived(self, load: Load) -> None:
-        """Note that the page has arrived, for all leases that wait for this load."""
+        """Record that a load has finished. Leases stop waiting for it."""
         for lease, index in load.waiters:
             lease.waiting.discard(index)
             lease.landing.discard(index)
 
     def lost(self, load: Load, reason: str) -> None:
-        """Cut every lease that waits for the page, because it will not arrive."""
+        """Record that a load's page will not arrive. Every lease that waits for it is truncated before that page."""
         for lease, index in load.waiters:
             lease.landing.discard(index)
             self.cut(lease, index, reason)
 
     def never_written(self, slots: Collection[int], event: Event) -> None:
-        """Note that the writer of these slots failed: leases that cover one are cut before it.
+        """Record that these slots will never be written, because a device failed.
 
-        Leases under which one was sealed have failed with ``event``. O(leased pages), after a device failure.
+        A lease is truncated before the first page that it covers in one of these slots. If such a page was put
+        with a lease, that lease fails. Takes O(leased pages) time.
         """
         for lease in [lease for lease in self.open if not lease.released]:
             index = next((i for i, slot in enumerate(lease.slots) if slot in slots), None)
@@ -180,9 +212,10 @@ class Leases:
                 lease.never_written = event
 
     def cut(self, lease: LeaseRecord, index: int, reason: str) -> None:
-        """Cut the lease before page ``index`` and release later pages.
+        """Truncate the lease before page ``index``, and unpin that page and all later ones.
 
-        An engine computes into the slots of missing pages, so its lease is final only when no copy writes them.
+        If an engine owns HBM, it computes the missing pages into their slots. The lease's state is therefore
+        not final before all copies into these slots have finished.
         """
         if lease not in self.open or index >= len(lease.slots):
             return
@@ -193,9 +226,10 @@ class Leases:
         lease.waiting = {i for i in lease.waiting if i < index}
 
     def under_way(self, lease: LeaseRecord) -> list[int] | None:
-        """Return the slots of its pages in flight.
+        """Return the slots of the lease's pages whose copies to HBM are in flight.
 
-        None if one is unknown: it waits for a promotion, or pages that the lease gave up are still in flight.
+        The result is None if some of these copies have not been submitted yet, because a page must first be
+        promoted, or if copies of pages that the lease no longer covers are still in flight.
         """
         if not lease.complete or lease.landing:
             return None
@@ -211,7 +245,7 @@ class Leases:
         return coming
 
     def expire(self, now: float) -> None:
-        """Cut leases whose deadline has come before the first page that is not there."""
+        """Truncate every lease whose deadline has passed. It then ends before its first page that has not arrived."""
         if not self._timed:
             self.next_deadline = None
             return
@@ -231,7 +265,7 @@ class Leases:
         )
 
     def stop_waiting(self, lease: LeaseRecord) -> None:
-        """Stop waiting for the pages of a lease that is being released."""
+        """Stop waiting for pages, because the lease is being released. Count its hits and misses."""
         self._count(lease)
         if lease.into is not None:
             for index in lease.waiting | lease.landing:
@@ -240,9 +274,12 @@ class Leases:
         lease.landing.clear()
 
     def release_some(self, lease: LeaseRecord, limit: int) -> bool:
-        """End up to ``limit`` pins of a lease, last pages first. Returns whether some are left.
+        """Remove up to ``limit`` pins of a lease that is being released, last pages first.
 
-        Loads that nobody waits for any more continue while HOST has free slots.
+        Loads that no lease needs any more continue, as long as HOST has free slots for them.
+
+        Returns:
+            Whether any pins are left.
         """
         self.stop_waiting(lease)
         if lease.held:
@@ -260,7 +297,7 @@ class Leases:
         return more
 
     def awaits(self, src: Tier) -> bool:
-        """Return whether a lease waits for a page that has to come from ``src``."""
+        """Return whether a lease waits for a page from ``src``."""
         by_slot = self._loads.by_slot
         return any(
             load is not None and load.source == src
@@ -269,10 +306,14 @@ class Leases:
             for load in (by_slot.get(lease.slots[index]) for index in lease.waiting)
         )
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _attach(self, lease: LeaseRecord, keys: Sequence[PageKey], now: float) -> str | None:
-        """Add one page to a lease. Returns the reason if that is impossible."""
+        """Extend a lease by a non-empty prefix of ``keys``.
+
+        Returns:
+            None, or the reason why the first page cannot be added.
+        """
         index = len(lease.slots)
         exact = self._residency.exactness.prefix(keys)
         if lease.exact:
@@ -291,7 +332,7 @@ class Leases:
         return None
 
     def _join(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], hbm: TierTable) -> None:
-        """Add the first of ``keys``, those that are in HBM or on their way there."""
+        """Add to the lease the longest prefix of ``keys`` whose pages are in HBM or in flight to HBM."""
         slots = self._residency.pin(keys, Tier.HBM)
         lease.slots += slots
         if not hbm.arriving:
@@ -309,15 +350,16 @@ class Leases:
             self._hit([key for _, key in run], source)
 
     def _load(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], now: float) -> str | None:
-        """Start to load the first of ``keys`` from the fastest tier that has it, and those after it from there.
+        """Start loading a prefix of ``keys`` from the fastest tier that has the first page.
 
-        Returns the reason if the first page cannot be loaded.
+        Returns:
+            The reason why the first page cannot be loaded, or None.
         """
         source = self._residency.where(keys[0])
         if source is None:
             return self._drops.fate(keys[0]) or "not_found"
         if source != self._loads.gate:
-            keys = keys[:1]  # the next one may be in a faster tier
+            keys = keys[:1]  # the next page may be in a faster tier
         if lease.deadline is not None and self._loads.too_late(source, lease.deadline, now, len(keys)):
             if self._loads.too_late(source, lease.deadline, now, 1):
                 return "deadline"
@@ -338,15 +380,23 @@ class Leases:
         return None
 
     def _given(self, slots: Sequence[int], keys: Sequence[PageKey], source: Tier) -> list[tuple[int, int]]:
-        """Use an engine's slot, and pin the source for the load. LeaseError if another load is to fill the slot."""
+        """Pin the sources of a prefix of ``keys``, and pair them with the engine's slots.
+
+        Raises:
+            LeaseError: Another page is being loaded into one of the slots.
+        """
         for slot in slots:
             if slot in self._loads.by_slot:
-                raise LeaseError(f"HBM slot {slot} is already the target of a load")
+                raise LeaseError(f"another page is already being loaded into slot {slot}; use another slot")
         readable = list(takewhile(self._residency.tables[source].ready, keys))
         return list(zip(slots, self._residency.pin(readable, source), strict=False))
 
     def _first_not_there(self, lease: LeaseRecord) -> int | None:
-        """Return the first page in flight, or still being written for a caller who was not told of its writer."""
+        """Return the index of the first covered page that has not arrived, or None.
+
+        A page that another caller is still writing counts as not arrived, unless the lease's caller may
+        already be reading its pages.
+        """
         found = min(lease.waiting, default=None)
         if not self._unwritten or lease.told:
             return found
@@ -362,7 +412,7 @@ class Leases:
         return load.submitted
 
     def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Note that these pages were used, and end one pin of each."""
+        """Record that these pages were used, and remove one pin of each."""
         if self._hbm is None:
             self._residency.touch(keys)
             return
@@ -377,7 +427,10 @@ class Leases:
         del lease.slots[start:]
 
     def _count(self, lease: LeaseRecord) -> None:
-        """Count every requested page once: a hit where it was found, or a miss with its reason."""
+        """Count each requested page, as a hit in the tier where it was found or as a miss with its reason.
+
+        Later calls for the same lease have no effect.
+        """
         if lease.counted:
             return
         lease.counted = True
@@ -394,7 +447,10 @@ class Leases:
 
 
 def last_key(lease: LeaseRecord | None) -> PageKey | None:
-    """Return the page that the next one sealed under this lease follows."""
+    """Return the key of the last page that was put with the lease.
+
+    If no page was put with it, return the key of the last page that it covers, or None if it covers none.
+    """
     if lease is None:
         return None
     if lease.held:

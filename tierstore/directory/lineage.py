@@ -1,11 +1,14 @@
-"""Which page follows which, and which pages no request can reach. Pure metadata, bounded calls.
+"""Lineage: which page follows which, and which pages no request can reach.
 
-A hit is a prefix, so a page without its parent cannot be reached. Eviction therefore goes leaf first, and pages that
-lost their parent go before everything else, in every tier and with every policy.
+This module handles only metadata, and each call takes bounded time.
 
-A page is reachable while every page before it, as far as its parents are known, has a copy in some tier, readable or
-in flight. A page without a parent begins a sequence and is always reachable. An unreachable page comes back into the
-order when the missing page returns.
+A cache hit is a prefix of a sequence, so a request cannot reach a page whose parent is missing. Therefore
+children are evicted before their parents, and unreachable pages are evicted before all others, in every tier
+and with every policy.
+
+A page is reachable if all known pages before it have a copy in some tier, readable or in flight. A page
+without a known parent counts as the start of a sequence and is always reachable. An unreachable page becomes
+reachable again when the missing page is put again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class _Node:
-    """A page in the tree. ``children`` is None, the only child, or a set of at least two: most pages have one."""
+    """A page in the tree.
+
+    ``children`` is None, the key of the only child, or a set of at least two keys. Most pages have one child.
+    """
 
     __slots__ = ("children", "parent")
 
@@ -34,18 +40,18 @@ class _Node:
 
 
 class Lineage:
-    """Links between pages that have a copy somewhere, readable or in flight.
+    """The parents and children of pages that have a copy, readable or in flight.
 
-    A parent may be absent; its children remember it.
+    A parent need not have a copy: its children still refer to it.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[PageKey, _Node] = {}
 
     def link(self, key: PageKey, parent: PageKey | None) -> None:
-        """Add a page that got its first copy. ``parent`` None: it starts a sequence, or its parent is unknown.
+        """Set the parent of a page. No effect if the page has a parent already, or if ``parent`` is None.
 
-        The caller has checked that ``key`` does not ``precede`` its parent.
+        The caller must check that the page does not precede ``parent``.
         """
         if parent is None or parent == key:
             return
@@ -68,10 +74,10 @@ class Lineage:
             above.children = {above.children, key}
 
     def unlink(self, key: PageKey) -> PageKey | None:
-        """Remove a page that lost its last copy. Its children still name it.
+        """Remove a page that lost its last copy. Its own children still refer to it.
 
         Returns:
-            The parent, if this was its last child.
+            The page's parent, if the parent has no children any more, else None.
         """
         node = self._nodes.get(key)
         if node is None:
@@ -93,32 +99,33 @@ class Lineage:
         return parent
 
     def parent(self, key: PageKey) -> PageKey | None:
-        """Return the page before this one, if known."""
+        """Return the key of the page before this one, or None if it is unknown."""
         node = self._nodes.get(key)
         return None if node is None else node.parent
 
     def has_children(self, key: PageKey) -> bool:
-        """Return whether a page with a copy, readable or in flight, follows this one."""
+        """Return whether a page with a copy, readable or in flight, follows this page."""
         node = self._nodes.get(key)
         return node is not None and node.children is not None
 
     def children(self, key: PageKey) -> tuple[PageKey, ...]:
-        """Return the pages that follow this one and have a copy."""
+        """Return the keys of the pages that follow this page and have a copy, readable or in flight."""
         node = self._nodes.get(key)
         if node is None or node.children is None:
             return ()
         return tuple(node.children) if isinstance(node.children, set) else (node.children,)
 
     def names(self, key: PageKey, child: PageKey) -> bool:
-        """Return whether ``child`` is among the pages that follow ``key``."""
+        """Return whether ``child`` is a child of ``key``."""
         node = self._nodes.get(key)
         if node is None or node.children is None:
             return False
         return child in node.children if isinstance(node.children, set) else child == node.children
 
     def precedes(self, key: PageKey, other: PageKey) -> bool:
-        """Return whether ``other`` descends from ``key``. A cycle of pages would have no leaf, and could never be
-        evicted.
+        """Return whether ``key`` comes before ``other`` in the sequence of ``other``.
+
+        Used to prevent cycles. Pages in a cycle would all have children and could never be evicted.
         """
         if not self.has_children(key):
             return False
@@ -128,38 +135,42 @@ class Lineage:
         return above == key
 
     def without_parent_in(self, present: Container[PageKey]) -> list[PageKey]:
-        """Return the pages whose parent is known and not ``present``."""
+        """Return the keys of all pages whose parent is known but not in ``present``."""
         return [
             key for key, node in self._nodes.items() if node.parent is not None and node.parent not in present
         ]
 
     def links(self) -> Iterator[tuple[PageKey, PageKey]]:
-        """Yield every (child, parent) pair, for checks."""
+        """Yield all pairs (child, parent), for checks."""
         return ((key, node.parent) for key, node in self._nodes.items() if node.parent is not None)
 
 
 _AT_ONCE = 64
-"""Pages that one change marks at once; what follows them is marked by the next calls of ``advance``."""
+"""Number of later pages that are updated at once after a change. ``advance`` updates the remaining ones."""
 _FOR_A_VICTIM = 512
-"""Pages that are marked at most before a reachable page is chosen as a victim."""
+"""Maximum number of pages to update in search of an unreachable victim, before a reachable one is evicted."""
 
 
 class Orphans:
-    """Keep the set of unreachable pages of all tiers up to date. It changes the order of victims, never residency.
+    """The set of unreachable pages. It affects only the order of eviction.
 
-    A change reaches the first pages below it at once and travels down a large tree in steps. A page is looked at only
-    if its parent's state has changed, and what follows it only if its own state changes.
+    When a page is lost or returns, the first of its descendants are updated at once, and the others in steps
+    (``advance``). A page is examined only if the state of its parent has changed, and its children only if
+    its own state changes.
     """
 
     def __init__(self, pages: Residency, lineage: Lineage, queues: VictimQueues) -> None:
         self.revived: deque[PageKey] = deque()
-        """Pages that became reachable again since this was last emptied: they may have to be saved now."""
+        """Pages that became reachable again and may have to be saved. The directory empties the queue."""
         self._pages = pages
         self._lineage = lineage
         self._queues = queues
         self.keys = self._unreachable = queues.unreachable
         self._changed: OrderedDict[PageKey, Iterator[PageKey] | None] = OrderedDict()
-        """Pages whose children have to be looked at, with those that are left; None: all of them."""
+        """Pages whose children must be examined, with an iterator over the children that remain.
+
+        The value is None if no child has been examined yet.
+        """
 
     def __contains__(self, key: PageKey) -> bool:
         return key in self._unreachable
@@ -169,38 +180,38 @@ class Orphans:
 
     @property
     def pending(self) -> bool:
-        """Whether ``advance`` has something to do. Until then some pages below a change have their previous mark."""
+        """Whether ``advance`` has work to do, because some descendants of a changed page are not updated yet."""
         return bool(self._changed)
 
     def after(self, parent: PageKey | None) -> bool:
-        """Return whether a page after ``parent`` is unreachable."""
+        """Return whether a page whose parent is ``parent`` is unreachable. False if ``parent`` is None."""
         return parent is not None and (parent in self._unreachable or not self._pages.held(parent))
 
     def begin(self, key: PageKey, parent: PageKey | None) -> None:
-        """Mark a page that no tier holds and that is about to get its first copy, in flight."""
+        """Set the state of a page that is in no tier and whose first copy is about to be started."""
         if self.after(parent):
             self._unreachable.add(key)
 
     def recheck(self, key: PageKey, parent: PageKey | None) -> None:
-        """Update the marks of a page that became readable or whose parent became known, and of those after it."""
+        """Update the state of a page that became readable or got a parent, and its descendants if the state changes."""
         if self.after(parent) == (key in self._unreachable):
             return
         self._flip(key)
         self.advance(_AT_ONCE)
 
     def recheck_children(self, key: PageKey) -> None:
-        """Update the marks after a page that has come or gone."""
+        """Update the reachability of the descendants of a page that got its first copy or lost its last one."""
         if self._lineage.has_children(key):
             self._push(key)
             self.advance(_AT_ONCE)
 
     def gone(self, key: PageKey) -> None:
-        """Note that no tier holds the page any more, readable or in flight."""
+        """Record that the page has no copy any more, neither readable nor in flight."""
         self._unreachable.discard(key)
         self.recheck_children(key)
 
     def advance(self, limit: int) -> bool:
-        """Look at up to ``limit`` pages below earlier changes. Return whether some are left."""
+        """Examine up to ``limit`` descendants of changed pages. Return whether any remain to be examined."""
         changed = self._changed
         while changed and limit > 0:
             above = next(reversed(changed))
@@ -220,14 +231,17 @@ class Orphans:
         return bool(changed)
 
     def look_for_victims(self, table: TierTable) -> None:
-        """Mark pages, a bounded number, until an unreachable one is the next victim of the tier."""
+        """Update the reachability of a limited number of pages. Stop once the tier's next victim is unreachable."""
         for _ in range(_FOR_A_VICTIM // _AT_ONCE):
             victim = table.droppable.first()
             if victim in self._unreachable or not self.advance(_AT_ONCE):
                 return
 
     def load(self, roots: Iterable[PageKey]) -> None:
-        """Mark ``roots``, whose parents a tier did not have at open, and all that follows them."""
+        """Mark ``roots`` and all their descendants as unreachable.
+
+        ``roots`` are the pages whose parents were missing when the tier was opened.
+        """
         waiting = deque(roots)
         while waiting:
             key = waiting.popleft()
@@ -244,11 +258,12 @@ class Orphans:
             self._push(key)
 
     def _push(self, key: PageKey) -> None:
-        # The newest change is followed first: it overtakes an older one that it undoes, and stops there.
+        # The latest change is processed first. If it reverts an earlier change, it ends at the last descendants
+        # that the earlier change has updated.
         self._changed[key] = None
         self._changed.move_to_end(key)
 
 
 def ranked_unreachable(rank: int) -> bool:
-    """Return whether a copy of this rank waits among the unreachable ones."""
+    """Return whether a copy with this rank belongs to an unreachable page."""
     return rank < -BAND

@@ -1,13 +1,14 @@
-"""Pages on their way up: loads into HBM for leases, and promotions ahead of need for hints. Metadata only.
+"""Copies of pages to faster tiers: loads into HBM for leases, and promotions for hints. Metadata only.
 
-A load comes straight from the tier below HBM, or, where that is memory, is brought there from a tier of records first:
-from whichever has it, past those between. It owns an HBM slot from the
-moment it starts and pins its source, so its page cannot leave before it arrives. Promotions for a load take HOST slots
-as they come free: a lease of any size streams through a HOST tier of any size.
+If the tier below HBM is memory, a load from a record tier takes two steps: the page is first promoted from
+its record tier to the tier below HBM, and then copied to HBM. Otherwise the page is copied to HBM directly. A
+load has an HBM slot from the start and pins its source, so the page cannot be evicted before it arrives.
+Promotions for loads take HOST slots as these become free, so a lease of any size can be loaded through a HOST
+tier of any size.
 
-A promotion ahead of need starts at once or not at all: nothing is queued that a cancelled hint would have to be taken
-out of. It takes free slots, and slots of saved pages that nobody announced to come back for. A page it brings is kept
-before others in its tier, never pinned, until its hint ends.
+A promotion for a hint starts at once or not at all, so that nothing is queued when a hint is cancelled. It
+takes free slots, and slots of saved pages that no hint expects to be used. Until the hint ends, a promoted
+page is evicted after other pages of its tier, but it is never pinned.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A page being loaded into an HBM slot. ``submitted``: a transfer writes the slot and holds the source pin."""
+    """A page that is being loaded into an HBM slot.
+
+    Attributes:
+        key: The page.
+        slot: The HBM slot.
+        source: The tier that the page is copied from next.
+        source_slot: The slot of the page in ``source``.
+        submitted: Whether a transfer that fills the slot was submitted. The pin of the source then belongs to it.
+        abandoned: Whether the lease was released before the load finished. Only set if an engine owns HBM.
+        waiters: The leases that wait for the page, each with the page's index in the lease.
+    """
 
     key: PageKey
     slot: int
@@ -46,30 +57,33 @@ class Load:
 
 
 class Loads:
-    """All loads in progress, by HBM slot. Finished ones wait in ``ended`` for the directory."""
+    """All loads in progress, by HBM slot.
+
+    ``ended`` lists finished loads until the directory processes them. The bool says whether the page arrived.
+    """
 
     def __init__(self, residency: Residency, transfers: Transfers, *, owned: bool) -> None:
         self.by_slot: dict[int, Load] = {}
         self.ended: list[tuple[Load, bool]] = []
         self.abandoned: list[int] = []
-        """An engine's slots whose lease was released before they were loaded, once nothing writes them."""
+        """Engine slots of leases that were released before their loads finished, once nothing writes to them."""
         self._residency = residency
         self._transfers = transfers
         self.owned = owned
-        """Whether HBM has a residency table; an engine's slots have none."""
+        """Whether the store owns HBM. An engine's slots have no residency table."""
         hierarchy = residency.hierarchy
         self._records = hierarchy.records
         self.gate = hierarchy.below(Tier.HBM) or Tier.HBM
-        """The tier below HBM."""
+        """The tier below HBM, through which pages are loaded."""
         self.staged = self.gate == hierarchy.memory_floor
-        """Whether pages come from records to HBM by way of the gate, and not straight."""
+        """Whether pages in record tiers are copied to the gate tier first, rather than directly to HBM."""
         self.promoting: dict[PageKey, list[Load]] = {}
-        """Those that wait for their page to come up to the gate; all others are submitted."""
+        """For each page that must first be promoted to the gate tier, its loads. All others are submitted."""
         self._queue: deque[PageKey] = deque()
 
     @property
     def queued(self) -> int:
-        """Number of promotions that wait for a slot of the gate."""
+        """Number of promotions that are waiting for a slot in the gate tier, which is the tier below HBM."""
         return len(self._queue)
 
     def start(
@@ -80,9 +94,15 @@ class Loads:
         source: Tier,
         places: Sequence[tuple[int, int]],
     ) -> None:
-        """Begin to bring pages of a lease from ``index`` on, or of none, from their copies in ``source`` into HBM.
+        """Start loading pages into HBM from their copies in ``source``.
 
-        ``places``: for each page the slot reserved for it, which no other load fills, and that of its source, pinned.
+        Args:
+            lease: The lease that the pages are loaded for, or None.
+            index: Index of the first page in the lease.
+            keys: The pages.
+            source: The tier that the pages are copied from.
+            places: For each page, the HBM slot that is reserved for it, and the slot of its source, which is
+                pinned. No other page may be in flight to the HBM slot.
         """
         by_slot, parent = self.by_slot, self._residency.lineage.parent
         straight = source == self.gate or not self.staged
@@ -97,10 +117,10 @@ class Loads:
         self._transfers.add(source, Tier.HBM, *moves)
 
     def promote_queued(self) -> None:
-        """Start a bounded number of queued promotions for which the gate has space now.
+        """Start a bounded number of queued promotions, if the gate tier (the tier below HBM) has space for them now.
 
-        A promotion that nobody waits for ends if it would cost another page its slot: it belongs to no request any
-        more, and its source may be stalled.
+        If no lease needs a load any more, and its promotion would displace another page, the load ends
+        instead: no request waits for it, and its source may be stalled.
         """
         residency, queue, gate = self._residency, self._queue, self.gate
         memory, started = residency.tables[gate], 0
@@ -125,7 +145,7 @@ class Loads:
             queue.popleft()
 
     def promoted(self, key: PageKey) -> None:
-        """Continue the loads of a page that became readable in the gate."""
+        """Continue the loads of a page that became readable in the gate tier."""
         for load in self.promoting.pop(key, ()):
             [source_slot] = self._residency.pin((key,), self.gate)
             self._residency.unpin((key,), load.source, (load.source_slot,))
@@ -133,13 +153,13 @@ class Loads:
             self._submit(load)
 
     def lost(self, key: PageKey) -> None:
-        """End the loads of a page that cannot be promoted."""
+        """End all loads that wait for the promotion of a page, because the page cannot be promoted."""
         for load in self.promoting.pop(key, ()):
             self._residency.unpin((key,), load.source, (load.source_slot,))
             self._end(load, arrived=False)
 
     def give_up_queued(self) -> None:
-        """End loads that wait for a promotion, because the gate will get no space."""
+        """End all loads that wait for a promotion, because the gate tier will not have space."""
         for key in self._queue:
             self.lost(key)
         self._queue.clear()
@@ -147,7 +167,7 @@ class Loads:
     def arrived(
         self, keys: Sequence[PageKey], slots: Sequence[int], src: Tier, src_slots: Sequence[int]
     ) -> None:
-        """Note that a transfer has filled the slot."""
+        """End the loads of pages that a transfer has copied into these HBM slots, and unpin the sources."""
         readable: Iterable[bool]
         if self.owned:
             readable = self._residency.commit(keys, Tier.HBM, slots, src, src_slots)
@@ -161,7 +181,7 @@ class Loads:
                 self._end(load, arrived=True)
 
     def failed(self, key: PageKey, slot: int) -> None:
-        """Note that a transfer has ended without filling the slot."""
+        """End the load of a page whose transfer into this HBM slot has failed."""
         load = self.by_slot.get(slot)
         if load is not None and load.key == key and load.submitted:
             self._end(load, arrived=False)
@@ -169,13 +189,13 @@ class Loads:
             self._residency.fail(key, Tier.HBM, slot)
 
     def late(self, key: PageKey, slot: int) -> None:
-        """End the load without a transfer that takes too long. The slot stays the transfer's."""
+        """End a load whose transfer takes too long. The slot still belongs to the transfer."""
         load = self.by_slot.pop(slot)
         self._residency.abort(key, Tier.HBM)
         self.ended.append((load, False))
 
     def cancel(self, slot: int) -> Load:
-        """Stop waiting for a load whose HBM copy in flight was aborted or replaced."""
+        """Remove and return a load whose HBM copy was aborted or replaced while it was in flight."""
         load = self.by_slot.pop(slot)
         if not load.submitted:
             waiting = self.promoting[load.key]
@@ -188,9 +208,9 @@ class Loads:
         return load
 
     def give_back(self, wanted: int) -> None:
-        """End up to ``wanted`` loads that nobody holds and nothing has begun to write, the newest first.
+        """End up to ``wanted`` loads that no lease needs and whose slots are not being written yet, newest first.
 
-        They wait for a promotion, which may never come. Their HBM slots are free at once.
+        These loads wait for promotions that may never start. Their HBM slots become free at once.
         """
         if wanted <= 0 or not self.owned:
             return
@@ -198,11 +218,11 @@ class Loads:
         self._end_unheld(unheld[-wanted:])
 
     def any_unheld(self) -> bool:
-        """Return whether a load is in flight whose page no lease holds: its slot is available when it has ended."""
+        """Return whether a load is in flight that no lease needs and whose slot will therefore become available."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
     def too_late(self, source: Tier, deadline: float, now: float, pages: int) -> bool:
-        """Return whether a page from ``source`` is expected in HBM only after the deadline."""
+        """Return whether ``pages`` more pages from ``source`` are expected to reach HBM only after the deadline."""
         if source == self.gate or not self.staged:
             edges = [(source, Tier.HBM)]
         else:
@@ -210,7 +230,7 @@ class Loads:
         return deadline <= now or now + sum(self._transfers.seconds_for(e, pages) for e in edges) > deadline
 
     def abandon(self, slot: int) -> None:
-        """Stop waiting for a load into an engine's slot, which is reported once nothing writes it."""
+        """Give up a load into an engine's slot. The slot is added to ``abandoned`` once nothing writes to it."""
         load = self.by_slot[slot]
         load.abandoned = True
         if not load.submitted:
@@ -218,7 +238,10 @@ class Loads:
             self.abandoned.append(slot)
 
     def _unheld(self, key: PageKey) -> bool:
-        """Return whether no lease holds the page's HBM copy in flight. An engine's loads are abandoned one by one."""
+        """Return whether no lease pins the page's HBM copy, which is in flight.
+
+        Always False if an engine owns HBM, because ``abandon`` handles each of its loads.
+        """
         return self.owned and not self._residency.tables[Tier.HBM].copies[key].pins
 
     def _end_unheld(self, loads: Sequence[Load]) -> None:
@@ -251,8 +274,9 @@ _Place = tuple["PageKey", Tier]
 
 
 class _Brought(NamedTuple):
-    """A page that was brought to ``tier`` and that no lease has taken yet. ``ways``: the edges it took, last one
-    last.
+    """A promoted page that no lease has used yet.
+
+    ``tier`` is the tier that it was promoted to, and ``ways`` lists the edges that it took, in order.
     """
 
     tier: Tier
@@ -261,7 +285,7 @@ class _Brought(NamedTuple):
 
 
 class Promotions:
-    """All promotions of a store. ``awaited``: whether a lease waits for a page from a tier."""
+    """All promotions for hints. ``awaited`` returns whether a lease waits for a page from a given tier."""
 
     def __init__(
         self,
@@ -281,23 +305,26 @@ class Promotions:
         self._awaited = awaited
         self._moving: dict[Tier, OrderedDict[PageKey, None]] = {tier: OrderedDict() for tier in self._tables}
         self._kept: dict[str, OrderedDict[_Place, None]] = {}
-        """By request what is kept for it, in the order in which it came."""
+        """The pages, with their tiers, that are kept for each request, by request ID. Oldest first."""
         self._ending: deque[OrderedDict[_Place, None]] = deque()
         self._keepers: Counter[_Place] = Counter()
         self._brought: OrderedDict[PageKey, _Brought] = OrderedDict()
         self._most_brought = sum(table.num_slots or 0 for table in self._tables.values())
 
     def sources(self, tier: Tier) -> tuple[Tier, ...]:
-        """Return the tiers from which pages come to ``tier``, fastest first; empty if it cannot be promoted to."""
+        """Return the tiers from which pages are promoted to ``tier``, fastest first.
+
+        The result is empty if pages cannot be promoted to ``tier``.
+        """
         hierarchy = self._residency.hierarchy
         if tier not in hierarchy.tiers or tier in hierarchy.records:
             return ()
         return hierarchy.records if tier == hierarchy.memory_floor else (self._loads.gate,)
 
     def start(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint]) -> Promoted:
-        """Start to bring pages to ``tier``, in order, until one is not in the next lower tier or finds no space.
+        """Start promoting pages to ``tier``, in order, until one cannot be promoted now.
 
-        ``over``: hints whose pages may be displaced by these, the last named first.
+        See ``TierStore.promote``.
         """
         sources = self.sources(tier)
         self._take_ended()
@@ -322,7 +349,7 @@ class Promotions:
         return Promoted(tuple(started), covered, in_force, in_flight, len(self._moving[tier]))
 
     def end(self, limit: int) -> bool:
-        """Release what was kept for hints that ended, up to ``limit`` pages. Returns whether some are left."""
+        """Let go of up to ``limit`` pages that were kept for ended hints. Return whether any remain."""
         self._take_ended()
         while self._ending and limit > 0:
             if self._ending[0]:
@@ -333,25 +360,26 @@ class Promotions:
         return bool(self._ending)
 
     def used(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """Note that a lease took in pages that were readable in ``source``."""
+        """Count prefetched pages that a lease now covers. They were found in ``source``."""
         if not self._brought:
             return
         taken = [self._brought.pop(key, None) for key in keys]
         kinds = Counter((each.tier, each.ways) for each in taken if each is not None)
         for (tier, ways), pages in kinds.items():
             self._count("useful" if source <= tier else "late", pages)
-            # Reads and loads go side by side, page after page: the slower of the two is what a lease would have waited.
+            # Pages are read from disk while others are loaded into HBM, so a lease would have waited only for
+            # the slower of the two.
             done = [way for way in ways if way[1] >= source]
             self._metrics.avoided(pages * max(map(self._transfers.page_seconds, done), default=0.0))
 
     def left(self, key: PageKey, tier: Tier) -> None:
-        """Note that a copy was dropped."""
+        """Count a prefetched page whose copy in ``tier`` was dropped before any lease used it."""
         brought = self._brought.get(key)
         if brought is not None and brought.tier == tier:
             del self._brought[key]
             self._count("wasted" if self._hints.in_force(brought.hint) else "cancelled")
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _count(self, result: str, pages: int = 1) -> None:
         self._metrics.prefetched(result, pages * self._transfers.page_nbytes)
@@ -366,7 +394,10 @@ class Promotions:
                 self._brought[key] = first
 
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
-        """Return whether a slot is available that costs no page which somebody announced to use."""
+        """Return whether a slot is available without evicting a page that must be kept.
+
+        If necessary, let go of pages that were kept for the hints in ``over``, those of the last hint first.
+        """
         later = [hint.request_id for hint in over]
         rank = len(later) - 1
         while not self._has_room(tier):
@@ -384,7 +415,13 @@ class Promotions:
         return victim is not None and table.copies[victim].rank < BAND
 
     def _give_place(self, later: Sequence[str], tier: Tier) -> bool:
-        """Stop keeping the page that came last for the first of these. False if there is none."""
+        """Choose a page that the first request in ``later`` keeps in the tier, and release it for all of ``later``.
+
+        The choice is the most recently kept page that can be given up.
+
+        Returns:
+            False if no page of this request can be given up.
+        """
         kept = self._kept.get(later[0], OrderedDict())
         place = next((p for p in reversed(kept) if p[1] == tier and self._could_go(p, later)), None)
         if place is None:
@@ -405,8 +442,12 @@ class Promotions:
     def _bring_some(
         self, keys: Sequence[PageKey], src: Tier, dst: Tier, over: Sequence[Hint]
     ) -> Sequence[PageKey] | None:
-        """Brings the first of ``keys``, and those after it that are as easily had: these. () if it is in ``dst``
-        already, None if it cannot be brought."""
+        """Start promoting the first of ``keys``, and the pages after it that can be promoted with it.
+
+        Returns:
+            The pages whose promotion was started. Empty if the first page is already in ``dst`` or in flight
+                to it. None if the first page cannot be promoted.
+        """
         if keys[0] in self._tables[dst].copies:
             return ()
         if not self._tables[src].ready(keys[0]) or not self._find_room(dst, over):
@@ -419,7 +460,10 @@ class Promotions:
     def _bring(
         self, keys: Sequence[PageKey], src: Tier, dst: Tier, places: Sequence[tuple[int, int]]
     ) -> Sequence[PageKey]:
-        """Start the copies of these pages into slots reserved for them; ``places`` as for ``Loads.start``."""
+        """Start copying these pages into reserved slots.
+
+        ``places`` has the same form as in ``Loads.start``.
+        """
         self._moving[dst].update(dict.fromkeys(keys))
         if dst == Tier.HBM:
             self._loads.start(None, 0, keys, src, places)
@@ -433,7 +477,10 @@ class Promotions:
         return keys
 
     def _keep(self, hint: Hint, keys: Sequence[PageKey], tier: Tier) -> None:
-        """Free the host memory that a page came through, once the page is in flight to HBM."""
+        """Keep promoted pages in the tier until the hint ends, because its request will use them.
+
+        A page that is now kept in HBM is no longer kept in HOST.
+        """
         kept = self._kept.setdefault(hint.request_id, OrderedDict())
         for key in keys:
             place, below = (key, tier), (key, Tier.HOST)
@@ -446,7 +493,7 @@ class Promotions:
             self._residency.queues.keep(key, tier, hint.priority)
 
     def _take_ended(self) -> None:
-        """Keep nothing for the older hint of a request that has a newer one."""
+        """Collect the pages that were kept for hints that have ended or were replaced. ``end`` processes them."""
         ended = self._hints.ended
         while ended:
             kept = self._kept.pop(ended.popleft(), None)
@@ -461,7 +508,7 @@ class Promotions:
         self._residency.queues.end_keeping(*place)
 
     def _settle(self) -> None:
-        """Forget what has arrived or will not: examines a bounded number, each in turn."""
+        """Remove finished and failed promotions from ``_moving``. Each call examines a limited number of promotions."""
         for tier, moving in self._moving.items():
             copies = self._tables[tier].copies
             for key in list(islice(moving, 2 * BATCH_PAGES)):

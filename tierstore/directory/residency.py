@@ -1,16 +1,22 @@
-"""Which tiers hold a readable copy of each page. Pure metadata: no torch, no I/O, no thread, no clock.
+"""Residency: which tiers contain a copy of each page, and whether it is readable.
 
-One protocol on every edge: ``reserve`` takes an unreadable slot in the destination and pins the source, ``commit``
-makes it readable, ``abort`` marks the copy dead. A dead slot is quarantined until nothing can write or read it:
-its transfer has settled and its pins are gone. A slot is free, owned by a caller, in exactly one copy, or quarantined.
+Pure metadata: this module uses no torch, I/O, thread or clock.
 
-``reserve``, ``commit``, ``pin``, ``unpin``, ``touch`` and ``release`` take a run of keys; one page is a run of one. A
-lease takes and releases thousands of pages while a link or a first token waits, so these loops call little.
+Every copy between tiers follows one protocol. ``reserve`` takes a slot in the destination, which is not
+readable yet, and pins the source. ``commit`` makes the new copy readable. ``abort`` marks it as dead. The slot
+of a dead copy is quarantined until nothing can read or write it, that is, until its transfer has finished and
+its pins are gone. Every slot is free, owned by a caller, used by exactly one copy, or quarantined.
 
-A copy is evictable iff it is ready, unpinned, and either its page is unreachable (``lineage``) or it is not the last
-copy of a page with readable children. The queue in which it waits is decided in ``eviction``.
+``reserve``, ``commit``, ``pin``, ``unpin``, ``touch`` and ``release`` process a sequence of keys in one call.
+A lease pins and unpins thousands of pages while a request waits for its first token, so the loops over keys
+call few other functions.
 
-``match`` is here, and so is exactness: which pages are still, bit by bit, what was put.
+A copy can be evicted if it is readable and unpinned, unless it is the last copy of a page with children. If
+the page is unreachable (see ``lineage``), it can be evicted in any case. ``eviction`` decides which eviction
+queue contains the copy.
+
+This module also implements ``match``, and tracks which pages are exact, that is, bit for bit as they were
+put.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from tierstore.directory.hierarchy import Hierarchy
 from tierstore.directory.lineage import Lineage, Orphans
 from tierstore.errors import CapacityError, LeaseError, TierStoreError
 from tierstore.policy import VictimQueue
-from tierstore.types import Copy, PageKey, Tier, TierDescription
+from tierstore.types import Copy, PageKey, Tier, TierDescription, exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,12 +40,16 @@ if TYPE_CHECKING:
     from tierstore.policy import Fifo
 
 _RUN = 128
-"""Pages of which ``match`` asks together whether one tier has them all."""
+"""Number of consecutive pages that ``match`` looks up together, in case one tier contains all of them."""
 
 
 @dataclass(slots=True)
 class Dead:
-    """A quarantined slot: ``holders`` are the pins and the writer that can still touch it."""
+    """A quarantined slot.
+
+    ``holders`` is the number of pins and transfers that may still read or write it. ``key`` is None if the
+    slot was owned by a caller.
+    """
 
     key: PageKey | None
     nbytes: int
@@ -47,10 +57,16 @@ class Dead:
 
 
 class TierTable:
-    """Slots of one tier. ``num_slots`` None: the tier keeps records by key, bounded by ``budget_nbytes`` alone.
+    """The copies and the slots of one tier.
 
-    ``record_nbytes``: what one record may cost. ``durable``: records survive a restart. ``lossy``: what is read back
-    from there differs from what was put. ``read_only``: nothing is written there.
+    Args:
+        policy: The eviction policy of the tier.
+        num_slots: Number of slots. None: the tier stores records, limited only by ``budget_nbytes``.
+        budget_nbytes: Maximum total size of the records, in bytes.
+        record_nbytes: Maximum size of one record, in bytes.
+        durable: Whether records survive a restart.
+        lossy: Whether pages that are read back may differ from the pages that were put.
+        read_only: Whether nothing is ever written to the tier.
     """
 
     def __init__(
@@ -75,70 +91,76 @@ class TierTable:
         self.free: list[int] = list(range(num_slots - 1, -1, -1)) if num_slots is not None else []
         self.copies: dict[PageKey, Copy] = {}
         self.new_slots = count()
-        """Slots of a tier that keeps bytes by key: a new number for each record."""
+        """Slot numbers of a record tier. Each record gets a number that was never used before."""
         self.arriving = 0
-        """Copies that are not readable yet."""
+        """Number of copies that are not readable yet."""
         self.pinned = 0
-        """Copies with a pin, readable or not."""
+        """Number of copies with at least one pin, readable or not."""
         self.idle = 0
-        """Readable copies without a pin."""
+        """Number of readable copies without a pin."""
         self.owned: set[int] = set()
         self.quarantine: dict[int, Dead] = {}
         self.droppable = VictimQueue()
         self.dirty = VictimQueue()
         self.mirrors = VictimQueue()
         self.leaves = VictimQueue()
-        """Those of ``dirty`` that can be dropped without cutting off other pages."""
+        """Copies in ``dirty`` that can be dropped without making other pages unreachable."""
         self.fleeting = VictimQueue()
-        """Those of ``leaves`` that are memory-only."""
+        """Copies in ``leaves`` whose pages are memory-only."""
 
     def description(self, below: Tier | None) -> TierDescription:
-        """Describe the tier, which has ``below`` under it."""
+        """Return a description of the tier. ``below`` is the next slower tier, or None."""
         addressing: Literal["slots", "records"] = "records" if self.num_slots is None else "slots"
         return TierDescription(addressing, self.durable, self.lossy, below, self.read_only)
 
     def has_space(self, nbytes: int) -> bool:
-        """Whether a slot for ``nbytes`` can be taken without an eviction."""
+        """Return whether a slot for ``nbytes`` bytes can be taken without an eviction."""
         if self.num_slots is not None:
             return bool(self.free)
         return self.budget_nbytes is None or self.used_nbytes + nbytes <= self.budget_nbytes
 
     def ready(self, key: PageKey) -> bool:
-        """Whether this tier holds a readable copy."""
+        """Return whether this tier contains a readable copy."""
         copy = self.copies.get(key)
         return copy is not None and copy.ready
 
     def take(self, nbytes: int) -> int:
-        """Take a free slot and ``nbytes`` of the budget. There must be space."""
+        """Take a free slot and ``nbytes`` bytes of the budget. The caller must check ``has_space`` first."""
         self.used_nbytes += nbytes
         return self.free.pop() if self.num_slots is not None else next(self.new_slots)
 
     def put_back(self, slot: int, nbytes: int) -> None:
-        """Free a slot and the bytes of its record."""
+        """Free a slot and give ``nbytes`` bytes back to the budget."""
         self.used_nbytes -= nbytes
         if self.num_slots is not None:
             self.free.append(slot)
 
     def count(self, copy: Copy, number: int) -> None:
-        """Count a copy as it is now: ``number`` is -1 before it changes or goes, 1 after it came or changed."""
+        """Add ``number`` to each counter that counts the copy in its current state.
+
+        Pass -1 before the copy changes or is removed, and 1 after it was added or changed.
+        """
         self.arriving += 0 if copy.ready else number
         self.pinned += number if copy.pins else 0
         self.idle += number if copy.ready and not copy.pins else 0
 
     @property
     def inner(self) -> int:
-        """Copies that may leave only after pages that follow theirs."""
+        """Number of readable, unpinned copies that cannot be evicted before their pages' children."""
         return self.idle - len(self.droppable) - len(self.dirty) - len(self.mirrors)
 
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
-        """Let a copy wait in this queue, and in no other, until it is evicted."""
+        """Put a copy into this eviction queue, and remove it from any other."""
         if copy.queue is not queue:
             self.withdraw(copy)
             copy.queue = queue
             queue.offer(copy.rank, key)
 
     def withdraw(self, copy: Copy) -> None:
-        """Take a copy out of its queue: it may not be evicted now. Call this before its rank changes."""
+        """Remove a copy from its eviction queue.
+
+        Call this if the copy cannot be evicted now, and before its rank changes.
+        """
         queue, rank = copy.queue, copy.rank
         if queue is None:
             return
@@ -154,9 +176,13 @@ class TierTable:
 
 
 class Exactness:
-    """Which pages of a store are, bit by bit, what was put. Only ``Residency`` changes it.
+    """Tracks which pages are exact, that is, bit for bit as they were put. Only ``Residency`` updates it.
 
-    ``tables``: of all tiers.
+    A page is tainted if its copy above the lossy tiers may not be exact, or if it was computed from pages that
+    may not be exact.
+
+    Args:
+        tables: The tables of all tiers.
     """
 
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
@@ -170,11 +196,11 @@ class Exactness:
 
     @property
     def lossless(self) -> bool:
-        """Whether no tier loses anything: all pages are exact then."""
+        """Whether no tier is lossy. All pages are then exact."""
         return self._first_lossy is None
 
     def exact(self, key: PageKey) -> bool:
-        """Whether a readable copy of the page is certainly what was put."""
+        """Return whether the page has a readable copy that is known to be exact."""
         if self._first_lossy is None:
             return True
         if key in self._tainted:
@@ -182,22 +208,25 @@ class Exactness:
         return any(key in copies and copies[key].ready for _, copies in self._above)
 
     def prefix(self, keys: Sequence[PageKey]) -> int:
-        """Count the exact pages before the first of ``keys`` that is not exact."""
+        """Return the number of leading keys whose pages are exact."""
         if self._first_lossy is None:
             return len(keys)
         return next((index for index, key in enumerate(keys) if not self.exact(key)), len(keys))
 
     def loaded(self, keys: Sequence[PageKey], src: Tier, dst: Tier) -> None:
-        """Taint pages that are copied from ``src``, a lossy tier, to ``dst``, above all lossy tiers.
+        """Mark pages as tainted if they are copied from a lossy tier to a tier above all lossy tiers.
 
-        The copies are inexact, and may outlive an exact one.
+        The new copies are not exact, and may outlive an exact copy.
         """
         first = self._first_lossy
         if first is not None and dst < first <= src:
             self._tainted.update(keys)
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
-        """Note that a page is put after ``parent``. Call this before its copy counts, while those of ``parent`` do."""
+        """Mark a page that is about to be put after ``parent`` as tainted or as not tainted.
+
+        Call this before the new copy is added, and while the copies of ``parent`` exist.
+        """
         if self._first_lossy is None:
             return
         if not self.stays_tainted(key):
@@ -206,43 +235,55 @@ class Exactness:
             self._tainted.add(key)
 
     def _coming(self, key: PageKey) -> bool:
-        """Return whether the page will be exact once it is readable: only tiers above the lossy ones have it.
+        """Return whether the page will be exact once its copy, now in flight, is readable.
 
-        An engine may put a page together with its parent, whose copy is then not readable yet either.
+        That is the case if it is not tainted, and only tiers above the lossy ones have a copy. The method is
+        called for the parent of a page that is put: if an engine has put both together, the copy of the
+        parent may still be in flight.
         """
         if key in self._tainted or any(key in copies for copies in self._below):
             return False
         return any(key in copies for _, copies in self._above)
 
     def stays_tainted(self, key: PageKey) -> bool:
-        """Return whether the page is still tainted after a put, because a copy that may be inexact remains.
+        """Return whether a tainted page stays tainted if it is put again now.
 
-        A copy on its way into HBM does not count: the put replaces it.
+        It does if a copy that may be inexact remains. A copy in flight to HBM does not remain, because the put
+        replaces it.
         """
         return key in self._tainted and any(
             key in copies and (tier != Tier.HBM or copies[key].ready) for tier, copies in self._above
         )
 
     def doubt(self, key: PageKey) -> None:
-        """Taint a page that was computed over inexact pages, whatever its parent says."""
+        """Mark a page as tainted even if its parent is exact, because the page was computed from inexact pages."""
         if self._first_lossy is not None:
             self._tainted.add(key)
 
     def tainted_in(self, key: PageKey) -> list[Tier]:
-        """Return the tiers above the lossy ones that hold a readable copy of a tainted page, slowest first."""
+        """Return the tiers above the lossy ones that have a readable copy of the page, slowest first.
+
+        The result is empty if the page is not tainted.
+        """
         if key not in self._tainted:
             return []
         return [tier for tier, copies in self._above[::-1] if key in copies and copies[key].ready]
 
     def forget(self, key: PageKey) -> None:
-        """Forget a page that no tier holds any more."""
+        """Forget a page that is no longer in any tier."""
         self._tainted.discard(key)
 
 
 class Drop(NamedTuple):
-    """A copy that left its tier. ``last``: no other tier holds the page now. ``memory_only``: none below was to.
+    """A copy that was dropped.
 
-    ``refused``: admission did not want it below. ``unreachable``: a page before it was gone.
+    Attributes:
+        tier: The tier that contained the copy.
+        key: The page.
+        last: Whether no tier has a readable copy of the page any more.
+        memory_only: Whether the page was restricted to memory, by a caller or by admission.
+        refused: Whether admission had refused the page.
+        unreachable: Whether the page was unreachable.
     """
 
     tier: Tier
@@ -254,14 +295,17 @@ class Drop(NamedTuple):
 
 
 class Residency:
-    """The tables of all tiers and the lineage of their pages. The only code that changes residency."""
+    """The copies of all pages in all tiers, and the lineage of the pages.
+
+    Only this class adds, changes and removes copies.
+    """
 
     def __init__(self, tables: Mapping[Tier, TierTable]) -> None:
         self.tables = {tier: tables[tier] for tier in sorted(tables)}
-        """Fastest first."""
+        """The tables by tier, fastest tier first."""
         self._order = list(self.tables.items())
         self._copies = [table.copies for _, table in self._order]
-        # Fastest first: where a copy waits depends on the pins of those above.
+        # Fastest first, because the queue of a copy depends on pins in the tiers above.
         self._uses = [(tier, table, table.copies, table.policy.touch) for tier, table in self._order]
         below = [*list(self.tables)[1:], None]
         self.hierarchy = Hierarchy(
@@ -271,18 +315,18 @@ class Residency:
         self.memory_only = MemoryOnly(self.hierarchy, self.lineage)
         self.exactness = Exactness(self.tables)
         self.erased: deque[tuple[Tier, PageKey]] = deque()
-        """Records of key-addressed tiers whose bytes nobody needs any more."""
+        """Records that must be erased from their tiers, because no copy uses them any more."""
         self.dropped: deque[Drop] = deque()
-        """Copies that ``reserve`` and ``take`` evicted to make room."""
+        """Copies that were dropped, until ``Drops.note`` counts them."""
         self.changed: Callable[[PageKey, Tier, bool], None] | None = None
-        """Told of each copy that becomes readable (True), and of each readable one that goes (False), in order."""
+        """Called for each copy, in order: with True when it becomes readable, with False when it is dropped."""
         self.queues = VictimQueues(self.tables, self.lineage, self.memory_only)
         self.orphans = Orphans(self, self.lineage, self.queues)
 
-    # -- questions ----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     def where(self, key: PageKey) -> Tier | None:
-        """Fastest tier with a readable copy, or None."""
+        """Return the fastest tier with a readable copy, or None."""
         for tier, table in self._order:
             copy = table.copies.get(key)
             if copy is not None and copy.ready:
@@ -290,13 +334,14 @@ class Residency:
         return None
 
     def first_with(self, key: PageKey, tiers: Iterable[Tier]) -> Tier | None:
-        """First of ``tiers`` that has a readable copy, or None."""
+        """Return the first of ``tiers`` that has a readable copy, or None."""
         return next((tier for tier in tiers if self.tables[tier].ready(key)), None)
 
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
-        """Tier of each page of the longest readable prefix. Changes nothing, is no use for the policy.
+        """Return the fastest tier of each page in the longest readable prefix of ``keys``.
 
-        One dictionary look-up a key where runs of pages are in one tier, at most one a key and tier elsewhere.
+        Read-only, and does not count as a use of the pages. A page takes one dictionary lookup if the pages
+        around it are in the same tier, and otherwise at most one lookup per tier.
         """
         found: list[Tier] = []
         for start in range(0, len(keys), _RUN):
@@ -309,7 +354,10 @@ class Residency:
         return found
 
     def _tier_of_all(self, run: Sequence[PageKey]) -> Tier | None:
-        """The fastest tier of every page of a run where it is one and the same; None: look at each page."""
+        """Return the tier that has the fastest readable copy of every page in ``run``.
+
+        None if that tier may differ between pages, or if a page may have no readable copy.
+        """
         for tier, table in self._order:
             if not table.arriving and all(map(table.copies.__contains__, run)):
                 return tier
@@ -330,12 +378,21 @@ class Residency:
                 break
         return found
 
+    def locate(self, keys: Sequence[PageKey]) -> list[Tier | None]:
+        """Return the fastest tier in which each page is readable, or None for a missing page. Read-only."""
+        tables = [(tier, table.copies) for tier, table in self._order]
+        found: list[Tier | None] = []
+        for key in keys:
+            copies = ((tier, table.get(key)) for tier, table in tables)
+            found.append(next((tier for tier, copy in copies if copy is not None and copy.ready), None))
+        return found
+
     def unpinned(self, tier: Tier) -> int:
-        """Readable copies of a tier that nothing holds."""
+        """Return the number of copies in a tier that are readable and have no pin."""
         return self.tables[tier].idle
 
     def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """How many of these pages have a copy in the tier that is not readable yet."""
+        """Return for how many of these pages the tier has a copy that is not readable yet."""
         table = self.tables.get(tier)
         if table is None or not table.arriving:
             return 0
@@ -343,18 +400,21 @@ class Residency:
         return sum(not copy.ready for copy in copies)
 
     def held(self, key: PageKey) -> bool:
-        """Whether any tier has a copy, readable or on its way."""
+        """Return whether any tier has a copy of the page, readable or in flight."""
         for copies in self._copies:  # noqa: SIM110 - any() with a generator takes three times as long
             if key in copies:
                 return True
         return False
 
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
-        """Whether a slower tier holds a readable copy."""
+        """Return whether a tier below ``tier`` has a readable copy of the page."""
         return self.queues.below(key, tier)
 
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
-        """Whether a slower tier is to hold the page and none does: not while no request can reach it."""
+        """Return whether the page should still be saved to a tier below ``tier``.
+
+        That is not the case if it is saved there already, may not be stored there, or is unreachable.
+        """
         return (
             tier < self.memory_only.lowest_for(key)
             and key not in self.orphans
@@ -362,11 +422,11 @@ class Residency:
         )
 
     def load(self, tier: Tier, records: Iterable[tuple[PageKey, PageKey | None, int]]) -> None:
-        """Enter the records that a tier found at open, before anything else happens.
+        """Add the records that a tier already contains when it is opened. Call this before any other change.
 
         Args:
-            tier: Of several tiers, the slowest is loaded first.
-            records: (key, parent, nbytes) of each record, oldest first.
+            tier: The tier. If there are several record tiers, load the slowest first.
+            records: The key, the parent (or None) and the size in bytes of each record, oldest first.
         """
         table, lineage = self.tables[tier], self.lineage
         enter, copies, used = table.policy.enter, table.copies, 0
@@ -387,7 +447,10 @@ class Residency:
                 wait(copy, key, droppable)
 
     def _place_loaded(self, keys: Iterable[PageKey]) -> None:
-        """Put pages of a tier above others into their queues, and those that they make reachable or not."""
+        """Update which of these pages are reachable, and put their copies into the eviction queues.
+
+        Used for the records that were found in a tier other than the lowest.
+        """
         parent = self.lineage.parent
         for key in keys:
             self.orphans.recheck(key, parent(key))
@@ -403,10 +466,10 @@ class Residency:
     # -- slots owned by callers ---------------------------------------------------------------------------------
 
     def take(self, tier: Tier, nbytes: int = 0) -> int:
-        """Return a slot that the caller owns; evict a droppable copy if none is free.
+        """Take a slot for a caller, which then owns it. Evict a droppable copy if no slot is free.
 
         Raises:
-            CapacityError: There is none. Nothing has changed.
+            CapacityError: No slot is free, and nothing can be evicted. Nothing has changed.
         """
         table = self.tables[tier]
         self._make_space(tier, table, nbytes)
@@ -415,7 +478,13 @@ class Residency:
         return slot
 
     def retire(self, tier: Tier, slot: int) -> None:
-        """Quarantine an owned slot: its owner gave it up, but a copy may use it until ``release_retired``."""
+        """Quarantine a slot that its owner gave up, until ``release_retired`` is called.
+
+        Until then, work on the device may still use the slot.
+
+        Raises:
+            LeaseError: The slot is not owned by a caller.
+        """
         table = self.tables[tier]
         if slot not in table.owned:
             raise LeaseError(f"slot {slot} of {tier.name} is not owned by a caller")
@@ -423,21 +492,24 @@ class Residency:
         table.quarantine[slot] = Dead(None, 0, 1)
 
     def release_retired(self, tier: Tier, slot: int) -> None:
-        """Free a retired slot."""
+        """Free a slot that was retired."""
         self._let_go(tier, self.tables[tier], slot)
 
     def adopt(
         self, key: PageKey, tier: Tier, slot: int, parent: PageKey | None, *, memory_only: bool = False
     ) -> None:
-        """Make an owned slot the page's readable copy.
+        """Turn a slot that a caller owns into the page's readable copy.
 
-        A copy of the page that is still being written is aborted, and its pins move to this one.
-        ``memory_only``: as for ``reserve``.
+        If the tier has a copy of the page in flight, that copy is aborted, and its pins are moved to the new
+        copy. ``memory_only`` has the same meaning as in ``reserve``.
+
+        Raises:
+            LeaseError: The slot is not owned, or the page already has a readable copy in the tier.
         """
         table = self.tables[tier]
         if slot not in table.owned or table.ready(key):
             raise LeaseError(
-                f"slot {slot} of {tier.name} is not owned, or the page is readable there already"
+                f"slot {slot} of {tier.name} is not owned by a caller, or the page is already readable in {tier.name}"
             )
         fresh = not self.held(key)
         if memory_only and fresh:
@@ -462,14 +534,19 @@ class Residency:
             self._place(key, parent, first=first, fresh=fresh)
 
     def replace(self, key: PageKey, tier: Tier, slot: int) -> None:
-        """Make an owned slot the page's readable copy; the old copy's slot is free once its pins have ended.
+        """Turn a slot that a caller owns into the page's readable copy, in place of a pinned copy.
+
+        The slot of the old copy is quarantined, and freed once its pins are gone.
 
         Raises:
             LeaseError: The slot is not owned, or the old copy is not readable or not pinned.
         """
         table = self.tables[tier]
         if slot not in table.owned or not table.ready(key) or not table.copies[key].pins:
-            raise LeaseError(f"slot {slot} of {tier.name} is not owned, or the page has no pinned copy there")
+            raise LeaseError(
+                f"slot {slot} of {tier.name} is not owned by a caller, or the page has no readable, pinned copy in "
+                f"{tier.name}"
+            )
         copy = table.copies[key]
         table.count(copy, -1)
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins)
@@ -492,30 +569,32 @@ class Residency:
         memory_only: bool = False,
         parent: PageKey | None = None,
     ) -> list[tuple[int, int]]:
-        """Take unreadable slots in ``dst`` for the first of ``keys``, and pin their copies in ``src``.
+        """Reserve slots in ``dst`` for new copies of a prefix of ``keys``, and pin the sources in ``src``.
 
-        Only the first page may evict a victim. The run ends before a later page for which there is no space, that has
-        a copy in ``dst``, or that is not readable in ``src``.
+        The new copies are not readable before ``commit``. Only the first page may cause an eviction.
+        The prefix ends before a later page if no slot is free for it, if it has a copy in ``dst`` already, or
+        if it is not readable in ``src``.
 
-        On its way down, or as its first copy, a page that no request can reach takes a free slot and nobody's place,
-        and no page takes the place of the page before it, without which it could not be reached: CapacityError.
+        Two rules apply to a copy to a lower tier, and to the first copy of a page. An unreachable page takes
+        only a free slot and never causes an eviction. A page never causes the eviction of its own parent,
+        because it would then be unreachable itself. If a rule leaves no slot, CapacityError is raised.
 
         Args:
             keys: Pages in the order of their sequence.
-            dst: The tier that gets the copies.
-            nbytes: Bytes set aside for each page where ``dst`` keeps records.
-            src: The tier that they are copied from; None: from outside the tiers.
-            pins: Pins that each new copy has from the start.
-            memory_only: Whether pages that no tier holds yet may never be stored below memory.
-            parent: The page before the first key, if no tier holds that key yet.
+            dst: The tier of the new copies.
+            nbytes: Bytes to reserve for each page if ``dst`` is a record tier.
+            src: The tier that the pages are copied from. None: the pages come from outside the tiers.
+            pins: Initial number of pins of each new copy.
+            memory_only: Whether pages that are in no tier yet must never be stored below memory.
+            parent: The page before the first key, if the first key is in no tier yet.
 
         Returns:
-            For each page its slot in ``dst`` and its slot in ``src``, or -1 without ``src``.
+            For each page of the prefix, its slot in ``dst`` and its slot in ``src``, or -1 if ``src`` is None.
 
         Raises:
             CapacityError: There is no space for the first page. Nothing has changed.
-            LeaseError: The first page has a copy in ``dst``, is not readable in ``src``, or is memory-only and ``dst``
-                is not memory. Nothing has changed.
+            LeaseError: The first page has a copy in ``dst``, is not readable in ``src``, or is memory-only
+                although ``dst`` is not memory. Nothing has changed.
         """
         table, copied = self.tables[dst], src is not None
         copies, free, enter = table.copies, table.free, table.policy.enter
@@ -529,7 +608,7 @@ class Residency:
             if key in copies or (copied and (below is None or not below.ready)):
                 if places:
                     break
-                there = f"already resident or on its way in {dst.name}"
+                there = f"already in {dst.name} or in flight to it"
                 raise LeaseError(
                     f"the page is {there if key in copies else f'not readable in {origin.name}'}"
                 )
@@ -554,7 +633,7 @@ class Residency:
                 places.append((slot, -1))
             else:
                 if down and below.rank < 0 <= rank:
-                    rank = table.policy.unwanted()  # what nobody wants above is the first to go below, too
+                    rank = table.policy.unwanted()  # an unwanted page is evicted first in ``dst``, too
                 below.pins += 1
                 if below.pins == 1:
                     held(key, origin, source, below)
@@ -582,22 +661,25 @@ class Residency:
         sizes: Sequence[int] = (),
         parents: Sequence[PageKey | None] = (),
     ) -> list[bool]:
-        """Make copies readable whose bytes are in their slots, and end the pins of their sources.
+        """Make copies readable after their bytes have arrived, and unpin their sources.
 
         Args:
             keys: The pages.
-            dst: The tier that got the bytes.
+            dst: The tier of the copies.
             slots: The slot of each page in ``dst``.
-            src: The tier in which ``reserve`` pinned the sources; None: there are none, or they are unpinned already.
+            src: The tier in which ``reserve`` pinned the sources. None: there are no sources, or they are
+                unpinned already.
             src_slots: The slot of each source in ``src``.
-            sizes: Bytes that each page takes where ``dst`` keeps records; empty: what was set aside for it.
-            parents: The page before each one, where known; empty: no page has a new one.
+            sizes: The size in bytes of each page, if ``dst`` is a record tier. Empty: each page has its
+                reserved size.
+            parents: The page before each page, or None where it is unknown. Empty: the known parents remain.
 
         Returns:
-            For each page whether its copy is readable now. If not, it was aborted, and its slot is let go.
+            For each page, whether its copy is readable now. If not, the copy was aborted or dropped before,
+                and this transfer no longer keeps its slot in quarantine.
 
         Raises:
-            LeaseError: A slot has no such writer, or a source has no pin.
+            LeaseError: A slot is not being written, or a source is not pinned.
         """
         table, source = self.tables[dst], None if src is None else self.tables[src]
         copies, parent_of, resettle = table.copies, self.lineage.parent, self.queues.resettle
@@ -611,7 +693,7 @@ class Residency:
                     below = None
                     self._let_go(src, source, src_slots[i])
                 elif not below.pins:
-                    raise LeaseError(f"unpin below zero in {src.name}")
+                    raise LeaseError(f"{src.name}: a page was unpinned more often than it was pinned")
                 else:
                     below.pins -= 1
                     if not below.pins:
@@ -640,7 +722,7 @@ class Residency:
         return found
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
-        """End a transfer that did not bring the bytes: nothing writes the slot any more."""
+        """End the copy of a page whose bytes did not arrive. Nothing writes its slot any more."""
         table = self.tables[dst]
         copy = table.copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
@@ -648,7 +730,10 @@ class Residency:
         self._let_go(dst, table, slot)
 
     def abort(self, key: PageKey, dst: Tier) -> None:
-        """Mark the copy on its way dead. Its slot is quarantined until ``commit`` or ``fail``: its writer has ended."""
+        """Mark a copy in flight as dead.
+
+        Its slot is quarantined until its transfer ends with ``commit`` or ``fail``.
+        """
         if self.tables[dst].copies[key].ready:
             raise LeaseError(f"the copy in {dst.name} is readable; evict it")
         self._kill(key, self.tables[dst])
@@ -657,13 +742,15 @@ class Residency:
     # -- pins and uses ------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
-        """Keep the copies of the first of ``keys``, readable or on their way, where they are until ``unpin``.
+        """Pin the copies of a prefix of ``keys``, until ``unpin`` is called. The copies may be in flight.
+
+        The prefix ends before the first page that has no copy in the tier.
 
         Returns:
-            Their slots, up to a page that has no copy in the tier.
+            The slots of the pinned copies.
 
         Raises:
-            LeaseError: The first page has none.
+            LeaseError: The first page has no copy in the tier.
         """
         table, held = self.tables[tier], self.queues.held
         copies = table.copies
@@ -673,7 +760,7 @@ class Residency:
             if copy is None:
                 if slots:
                     break
-                raise LeaseError(f"pin of a page that is not in {tier.name}")
+                raise LeaseError(f"cannot pin a page that is not in {tier.name}")
             copy.pins += 1
             if copy.pins == 1:
                 if copy.ready:
@@ -684,7 +771,14 @@ class Residency:
         return slots
 
     def unpin(self, keys: Sequence[PageKey], tier: Tier, slots: Sequence[int]) -> None:
-        """End one pin of each copy that held its slot; the copy may be dead by now."""
+        """Remove one pin from the copy in each of these slots.
+
+        A copy may have been dropped or replaced since it was pinned. Its slot is then in quarantine, and is
+        freed when its last pin is removed.
+
+        Raises:
+            LeaseError: A copy has no pin.
+        """
         table, queues = self.tables[tier], self.queues
         copies = table.copies
         for key, slot in zip(keys, slots, strict=True):
@@ -693,7 +787,7 @@ class Residency:
                 self._let_go(tier, table, slot)
                 continue
             if copy.pins == 0:
-                raise LeaseError(f"unpin below zero in {tier.name}")
+                raise LeaseError(f"{tier.name}: a page was unpinned more often than it was pinned")
             copy.pins -= 1
             if copy.pins:
                 continue
@@ -704,11 +798,17 @@ class Residency:
                 queues.settle_mirror(key, tier)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
-        """Renew the ranks of used pages in every tier, the last page as the oldest, so that tails go first."""
+        """Give used pages new ranks in every tier.
+
+        Later pages of ``keys`` get lower ranks than earlier ones, so that they are evicted first.
+        """
         self.release(keys, None, ())
 
     def release(self, keys: Sequence[PageKey], tier: Tier | None, slots: Sequence[int]) -> None:
-        """Do ``touch`` and ``unpin`` in one pass, last page first. ``tier`` None: no page is pinned."""
+        """Do what ``touch`` and ``unpin`` do, in a single pass from the last page to the first.
+
+        If ``tier`` is None, nothing is unpinned.
+        """
         uses, settle, after_use = self._uses, self.queues.settle, self.queues.rank_after_use
         held: Iterator[int] = repeat(-1, len(keys)) if tier is None else reversed(slots)
         for key, slot in zip(reversed(keys), held, strict=True):
@@ -723,7 +823,7 @@ class Residency:
                     copy.rank = rank
                 if other == tier and copy.slot == slot:
                     if copy.pins == 0:
-                        raise LeaseError(f"unpin below zero in {other.name}")
+                        raise LeaseError(f"{other.name}: a page was unpinned more often than it was pinned")
                     alive = True
                     copy.pins -= 1
                     if not copy.pins:
@@ -737,11 +837,14 @@ class Residency:
     # -- evict --------------------------------------------------------------------------------------------------
 
     def evict(self, key: PageKey, tier: Tier) -> Drop:
-        """Drop a readable copy. It is not matched any more; if pinned, its slot is quarantined until the last unpin."""
+        """Drop a readable copy. If it is pinned, its slot is quarantined until the last pin is removed.
+
+        The caller must append the result to ``dropped``.
+        """
         table = self.tables[tier]
         copy = table.copies.get(key)
         if copy is None or not copy.ready:
-            raise LeaseError(f"evict of a page that is not readable in {tier.name}")
+            raise LeaseError(f"cannot evict a page that is not readable in {tier.name}")
         table.withdraw(copy)
         table.count(copy, -1)
         del table.copies[key]
@@ -765,12 +868,16 @@ class Residency:
             self._forget_if_gone(key)
         else:
             if table.read_only:
-                self.memory_only.refuse(key)  # it cannot be written again
+                self.memory_only.refuse(key)  # the page cannot be written to a read-only tier again
             self.queues.resettle(key)
         return drop
 
     def lift(self, limit: int) -> list[PageKey]:
-        """Let up to ``limit`` permitted pages, and the pages before them, be saved below memory; return them."""
+        """Lift the restriction of up to ``limit`` pages that ``MemoryOnly`` has queued, and update the queues.
+
+        Returns:
+            The pages whose restriction was lifted. They can be saved below memory now.
+        """
         lifted = self.memory_only.lift(limit)
         for key in lifted:
             for table in self.tables.values():
@@ -779,17 +886,22 @@ class Residency:
             self.queues.resettle(key)
         return lifted
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _make_space(self, tier: Tier, table: TierTable, nbytes: int, parent: PageKey | None = None) -> None:
         if table.budget_nbytes is not None and nbytes > table.budget_nbytes:
-            raise CapacityError(f"{tier.name}: {nbytes} bytes exceed its budget of {table.budget_nbytes}")
+            raise CapacityError(
+                f"{tier.name}: a record of {exact_size(nbytes)} exceeds the tier's budget of "
+                f"{exact_size(table.budget_nbytes)}"
+            )
         if not table.has_space(nbytes):
             if self.orphans.pending:
                 self.orphans.look_for_victims(table)
             victims = choose_victims(self.tables, self.lineage, tier, nbytes)
             if parent is not None and parent in victims and not self._elsewhere(parent, table):
-                raise CapacityError(f"{tier.name}: only the page before this one could make room for it")
+                raise CapacityError(
+                    f"{tier.name}: only the parent of the new page could be evicted to make space for it"
+                )
             for victim in victims:
                 self.dropped.append(self.evict(victim, tier))
 
@@ -806,7 +918,10 @@ class Residency:
         first: bool,
         memory_only: bool,
     ) -> TierStoreError | None:
-        """Why a page on its way down, or that gets its first copy, may not have a slot in ``dst``; None: it may."""
+        """Return the error to raise if a page may not get a slot in ``dst``, or None if it may get one.
+
+        Used for copies to a lower tier, and for the first copy of a page (``first``).
+        """
         if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
             return LeaseError(f"the page is memory-only, and {dst.name} is not memory")
         cut_off = self.orphans.after(parent) if first else key in self.orphans
@@ -815,9 +930,13 @@ class Residency:
         return None
 
     def _place(self, key: PageKey, parent: PageKey | None, *, first: bool, fresh: bool = False) -> None:
-        """Link a page that became readable to ``parent``, and see what can be reached now.
+        """After a page became readable, link it to ``parent``, and update which pages are reachable.
 
-        ``first``: no other tier has a readable copy. ``fresh``: no tier had the page a moment ago.
+        Args:
+            key: The page.
+            parent: The page before it, or None if unknown.
+            first: Whether no other tier has a readable copy.
+            fresh: Whether the page was in no tier before.
         """
         lineage = self.lineage
         before, followed = lineage.parent(key), lineage.has_children(key)
@@ -829,7 +948,7 @@ class Residency:
             lineage.link(key, parent)
             self.queues.resettle(parent)
         if first or linked:
-            before = lineage.parent(key)  # named now, or when the page's first copy was begun
+            before = lineage.parent(key)  # ``parent``, or the one that was given when the first copy started
             if before is not None and key not in self.memory_only:
                 self.memory_only.permit(before)
             elif before is not None and key in self.memory_only.refused:
@@ -839,13 +958,20 @@ class Residency:
             self.orphans.recheck_children(key)
 
     def _precedes(self, key: PageKey, parent: PageKey, *, fresh: bool) -> bool:
-        """Whether the page is one of those before ``parent``. Those before a reachable one were there already."""
+        """Return whether ``key`` comes before ``parent`` in a sequence, in which case linking them would form a cycle.
+
+        If ``key`` was in no tier before (``fresh``), it cannot precede a reachable page, because all pages
+        before a reachable page have copies. The answer is then known without a search.
+        """
         if fresh and not self.orphans.pending and parent not in self.orphans:
             return False
         return self.lineage.precedes(key, parent)
 
     def _begin(self, key: PageKey, parent: PageKey | None) -> None:
-        """Begin the first copy of a page, which is in flight: it keeps the page before it, as a readable one does."""
+        """Link a page to its parent, because the first copy of the page is about to start.
+
+        From now on, the parent is not evicted before this page, just as if the copy were readable.
+        """
         if parent is not None and not self._precedes(key, parent, fresh=True):
             self.lineage.link(key, parent)
             self.queues.resettle(parent)
@@ -861,17 +987,21 @@ class Residency:
             self.orphans.gone(key)
 
     def _kill(self, key: PageKey, table: TierTable) -> None:
-        """A copy on its way will never be readable: its writer and its pins hold the slot."""
+        """Mark a copy in flight as dead. Its slot stays in quarantine until its transfer and pins are gone."""
         copy = table.copies.pop(key)
         table.count(copy, -1)
         table.policy.left(key, copy.rank)
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
-        """One holder of a dead slot has ended. LeaseError if it has none."""
+        """Remove one holder of a quarantined slot. With the last holder, the slot becomes free.
+
+        Raises:
+            LeaseError: The slot is not in quarantine.
+        """
         dead = table.quarantine.get(slot)
         if dead is None:
-            raise LeaseError(f"slot {slot} of {tier.name} has no such holder")
+            raise LeaseError(f"slot {slot} of {tier.name} was released more often than it was held")
         dead.holders -= 1
         if dead.holders == 0:
             del table.quarantine[slot]
@@ -879,7 +1009,7 @@ class Residency:
             self._note_erased(tier, table, dead.key)
 
     def _note_erased(self, tier: Tier, table: TierTable, key: PageKey | None) -> None:
-        """Nothing uses a dead copy any more: where bytes are kept by key, its record is to be erased."""
-        # A newer copy under the same key owns the record now: erasing it would lose that one.
+        """If the tier stores records, queue the erase of a record that no copy uses any more."""
+        # A newer copy of the same page uses the same record, which must then not be erased.
         if table.num_slots is None and key is not None and key not in table.copies:
             self.erased.append((tier, key))

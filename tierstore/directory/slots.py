@@ -1,8 +1,9 @@
-"""HBM slots between callers and the store: owned, sealed by ``put``, or an engine's own, copied out. Metadata only.
+"""HBM slots that are passed between callers and the store. Metadata only.
 
-If the store owns HBM, a caller owns slots from ``allocate`` until they are put or given back; ``put`` makes them pages
-that can be matched. If an engine owns HBM, its pages are queued until HOST has space, and the engine is told when their
-slots are free again: between ``put`` and that report a slot may neither be put again nor be loaded into.
+If the store owns HBM, a caller owns slots from ``allocate`` until it puts or frees them. ``put`` turns them
+into pages that can be matched. If an engine owns HBM, the pages that it puts are queued until HOST has space,
+and the store reports when their slots are free again. Between ``put`` and that report, the engine must not
+put a slot again, nor load a page into it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OwnedSlots:
-    """Slots that callers own, in a store that owns HBM."""
+    """HBM slots that callers own. Used if the store owns HBM."""
 
     def __init__(self, residency: Residency, space: Space, drops: Drops) -> None:
         self._residency = residency
@@ -35,7 +36,14 @@ class OwnedSlots:
         self._drops = drops
 
     def allocate(self, n: int, *, reserve: int) -> list[int] | None:
-        """Return ``n`` owned HBM slots; None, with nothing changed, if ``reserve`` are not free or droppable now."""
+        """Take ``n`` HBM slots, which the caller then owns. Pages in droppable slots are evicted.
+
+        ``reserve`` is the number of slots that the caller still needs in total, at least ``n``.
+
+        Returns:
+            The slots, or None if fewer than ``reserve`` slots are free or droppable now. In that case no slot
+                is taken.
+        """
         if self._space.room(Tier.HBM) < reserve and not self._could_drop(reserve):
             return None
         slots: list[int] = []
@@ -51,33 +59,39 @@ class OwnedSlots:
         return slots
 
     def retire(self, slots: Sequence[int]) -> None:
-        """Take owned slots from their owner. Nobody else may use them until ``free``."""
+        """End the ownership of slots that their owner gives up. They become reusable only with ``free``."""
         self.require(slots)
         for slot in slots:
             self._residency.retire(Tier.HBM, slot)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Make retired slots free."""
+        """Free slots that were retired."""
         for slot in slots:
             self._residency.release_retired(Tier.HBM, slot)
 
     def require(self, slots: Sequence[int]) -> None:
-        """Raise LeaseError unless all slots are owned by callers, each named once."""
+        """Raise LeaseError if a slot is not owned by a caller, or is given twice."""
         owned = self._residency.tables[Tier.HBM].owned
         strange = [slot for slot in slots if slot not in owned]
         if strange:
-            raise LeaseError(f"slot {strange[0]} is not owned by a caller")
+            raise LeaseError(
+                f"slot {strange[0]} is not owned by a caller; pass slots from allocate that have not been put or freed"
+            )
         if len(set(slots)) != len(slots):
-            raise LeaseError("a slot is named twice")
+            raise LeaseError("slots must be distinct, but a slot occurs twice; pass each slot once")
 
     def _could_drop(self, n: int) -> bool:
-        """With no tier below to go to, a page is droppable when its last child goes: room() does not count it yet."""
+        """Return whether ``n`` slots could be freed by dropping pages.
+
+        If no tier is below HBM, a page becomes droppable once its last child is dropped, which ``Space.room``
+        does not take into account.
+        """
         hbm = self._residency.tables[Tier.HBM]
         return len(hbm.free) + self._residency.unpinned(Tier.HBM) - len(hbm.dirty) >= n
 
 
 class SealedSlots:
-    """Takes over slots of callers. If an engine owns HBM, nothing is sealed."""
+    """The implementation of ``put`` if the store owns HBM: turns filled slots of callers into pages."""
 
     def __init__(
         self,
@@ -104,12 +118,22 @@ class SealedSlots:
         memory_only: bool = False,
         replaceable: Collection[PageKey] = (),
     ) -> tuple[list[int], list[int]]:
-        """Seals owned slots: the slot that holds each key now, and the duplicates among yours (retired).
+        """Turn filled slots into pages.
 
-        ``parent`` is the page before the first key; None: the last page of the lease, if there is one. Under an exact
-        lease it ends before a key of which a copy in memory is not exact and does not make way. ``replaceable``: keys
-        whose copy in HBM is still being written by others. Yours takes its place, unless it is less exact: without a
-        lease nobody could tell the caller when to read the other one.
+        Args:
+            keys: The pages.
+            slots: The slot of each page, owned by the caller.
+            parent: The page before the first key. None: the last page of the lease, if any.
+            lease: A lease that pins the pages. If it is exact, the put stops before a page with an inexact
+                copy in memory that cannot be dropped.
+            written: Whether the bytes of the pages have been written.
+            memory_only: Whether the pages must never be stored below memory.
+            replaceable: Keys whose copy in HBM is still being written by another caller. The caller's slot
+                replaces that copy, unless it would be less exact, because without a lease the caller could
+                not wait for the other copy.
+
+        Returns:
+            The slot of each page, and the caller's slots that are not needed (retired).
         """
         table = self._residency.tables[Tier.HBM]
         kept: list[int] = []
@@ -142,7 +166,7 @@ class SealedSlots:
         return kept, duplicates
 
     def written(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Note that the engine has finished writing pages sealed earlier: copies may start from them."""
+        """Record that the bytes of these pages are written, so that they can be copied to other tiers."""
         for key, slot in zip(keys, slots, strict=True):
             if self._writeback.unwritten.get(key) == slot:
                 del self._writeback.unwritten[key]
@@ -151,7 +175,7 @@ class SealedSlots:
             if self._residency.tables[Tier.HBM].ready(key):
                 self._writeback.sealed(key)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _seal(
         self,
@@ -177,14 +201,18 @@ class SealedSlots:
         else:
             self._residency.pin((key,), Tier.HBM)
             self._writeback.unwritten[key] = slot
-        # Only now: whoever sees that a lease waits for no copy any more must see that its page is still being written.
+        # This comes last: code that finds that the lease no longer waits must also find the page unwritten.
         if old_slot is not None and old_slot in self._loads.by_slot:
             self._leases.moved(self._loads.cancel(old_slot), slot)
 
     def _replace(self, key: PageKey, slot: int, parent: PageKey | None, *, written: bool) -> bool:
-        """Make ``slot`` the page's copy in place of one that is still being written; leases keep the old slot.
+        """Make ``slot`` the page's copy, in place of a copy that is still being written.
 
-        False, nothing changed: there is no such copy, or this one would be less exact.
+        Leases keep the old slot.
+
+        Returns:
+            False if no copy is being written, or if the new one would be less exact. In these cases, nothing
+            has changed.
         """
         residency, unwritten = self._residency, self._writeback.unwritten
         copy = residency.tables[Tier.HBM].copies.get(key)
@@ -202,9 +230,10 @@ class SealedSlots:
         return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
-        """Return whether the lease may hold what will be the page's copy in HBM.
+        """Return whether the page may be put with this lease, which may be an exact one.
 
-        For an exact page, copies that are inexact, unused and saved below give way.
+        If the caller's page is exact, inexact copies in memory that are unpinned and saved in a lower tier
+        are dropped first.
         """
         exactness = self._residency.exactness
         if exactness.exact(key):
@@ -219,8 +248,11 @@ class SealedSlots:
 
 
 class _Page(NamedTuple):
-    """A page that is to be copied out. ``following``: how many came after it at once. ``doubted``: it was computed over
-    pages that are not exact."""
+    """A page to be copied out of an engine's slot.
+
+    ``following`` is the number of later pages in the same call. ``doubted`` is True if the page was computed
+    from pages that are not exact.
+    """
 
     key: PageKey
     slot: int
@@ -231,9 +263,11 @@ class _Page(NamedTuple):
 
 
 class OutgoingPages:
-    """What an engine that owns HBM has put and not got back. ``num_slots``: 0 until its tensors are registered.
+    """Pages that an engine has put and that are not copied out yet. Used if an engine owns HBM.
 
-    ``sinks`` is told which pages come, and what becomes of them: they may be sent further down before they are there.
+    ``num_slots`` is 0 until the engine's tensors are registered. ``sinks`` learns which pages are to be
+    copied out, and when a copy starts or is given up, because a caller may ask to flush or demote such a page
+    before any tier has it.
     """
 
     def __init__(
@@ -241,15 +275,15 @@ class OutgoingPages:
     ) -> None:
         self.num_slots = 0
         self.reusable: list[int] = []
-        """Slots that no copy reads or writes any more, for ``poll`` to report."""
+        """Slots that no copy reads or writes any more, to be reported by ``poll``."""
         self.given_up = 0
-        """Pages that found no room below since this was last looked at."""
+        """Number of pages given up since this was last reset: no space below, withdrawn, or never written."""
         self.num_forgotten = 0
-        """Pages given up because of ``forget`` since this was last looked at."""
+        """Number of pages given up by ``forget``, since this was last reset."""
         self._forgotten: set[int] = set()
-        """Slots whose pages ``forget`` gave up, and that are not reported yet."""
+        """Slots whose pages ``forget`` dropped and that are not reported yet."""
         self._slots: dict[int, PageKey | None] = {}
-        """Slots of the store's to read, and what goes further down than memory from there."""
+        """Slots that the store may read. The value is the key of the page, or None if it is memory-only."""
         self._queue: deque[_Page] = deque()
         self._residency = residency
         self._space = space
@@ -259,21 +293,21 @@ class OutgoingPages:
 
     @property
     def waiting(self) -> bool:
-        """Whether pages wait for space."""
+        """Whether any page is waiting for space in a lower tier."""
         return bool(self._queue)
 
     def require_usable(self, slots: Sequence[int]) -> None:
-        """Raise LeaseError unless the engine has these slots, names each once, and no copy uses them."""
+        """Raise LeaseError if a slot does not exist, is given twice, or is still being copied."""
         for slot in slots:
             if not 0 <= slot < self.num_slots:
-                raise LeaseError(f"slot {slot} is none of the engine's {self.num_slots}")
+                raise LeaseError(f"the engine has no slot {slot}; its slots are 0 to {self.num_slots - 1}")
             if slot in self._slots or slot in self._loads.by_slot:
-                raise LeaseError(f"slot {slot} is still being copied")
+                raise LeaseError(f"slot {slot} is still being copied; wait until that copy has finished")
         if len(set(slots)) != len(slots):
-            raise LeaseError("a slot is named twice")
+            raise LeaseError("slots must be distinct, but a slot occurs twice; pass each slot once")
 
     def accept(self, keys: Sequence[PageKey], slots: Sequence[int], *, memory_only: bool) -> None:
-        """Let the store read the slots until they are reported."""
+        """Accept slots from the engine. The store may read them until it reports them as no longer used."""
         self.require_usable(slots)
         self._unreport(slots)
         self._slots.update(zip(slots, [None] * len(slots) if memory_only else keys, strict=True))
@@ -289,7 +323,10 @@ class OutgoingPages:
         parent: PageKey | None = None,
         doubted: bool = False,
     ) -> None:
-        """Start copies of accepted slots that are written. ``parent``: the page before the first key."""
+        """Queue the copies of accepted slots, now that the slots are written.
+
+        ``parent`` is the page before the first key. See ``_Page`` for ``doubted``.
+        """
         for following, key, slot in zip(range(len(keys) - 1, -1, -1), keys, slots, strict=True):
             if slot in self._forgotten:
                 self._forgo(slot)
@@ -298,9 +335,12 @@ class OutgoingPages:
             parent = key
 
     def withdraw(self, slots: Collection[int]) -> list[int]:
-        """Return slots to the engine: those whose copies have not begun belong to it at once, and are not reported.
+        """Give slots back to the engine. See ``TierStore.withdraw``.
 
-        Returns those of ``slots`` that a copy reads now, or will read once they are written.
+        Pages that are still waiting for space are given up. Their slots are free at once and are not reported.
+
+        Returns:
+            The slots that a copy is reading now, or will read once they have been written.
         """
         self._unreport(slots)
         wanted = set(slots) & self._slots.keys()
@@ -313,7 +353,7 @@ class OutgoingPages:
         return [slot for slot in slots if slot in self._slots]
 
     def give_up(self, slots: Sequence[int]) -> None:
-        """Give up accepted slots whose writing has failed."""
+        """Give up accepted slots that were never written."""
         for slot in slots:
             if slot in self._forgotten:
                 self._forgo(slot)
@@ -322,10 +362,13 @@ class OutgoingPages:
                 self.ended(slot)
 
     def forget(self) -> list[PageKey]:
-        """Give up every page that was put; return the keys that no copy comes for any more.
+        """Give up every page that was put and has not been copied out.
 
-        A slot that no copy reads and whose page is written is reported at once. The others are reported once their
-        page is written, or their copy has ended.
+        Slots of pages that were only waiting for space are reported at once. Other slots are reported when
+        they have been written, or when the copy that reads them has finished.
+
+        Returns:
+            The keys of all pages that were in the engine's slots, except memory-only pages.
         """
         waiting = [page.slot for page in self._queue]
         self._queue.clear()
@@ -339,12 +382,15 @@ class OutgoingPages:
         return coming
 
     def ended(self, slot: int) -> None:
-        """Note that nothing reads the slot any more."""
+        """Report the slot with the next ``poll``, because no copy will read it any more."""
         self._let_go(slot)
         self.reusable.append(slot)
 
     def _unreport(self, slots: Collection[int]) -> None:
-        """The engine goes on with these: told of later, an end of before would be taken for that of a newer copy."""
+        """Do not report that these slots are free, because the engine is using them again.
+
+        Otherwise the engine would take the report to be about its new use of a slot.
+        """
         if self.reusable:
             known = set(slots)
             self.reusable = [slot for slot in self.reusable if slot not in known]
@@ -360,11 +406,13 @@ class OutgoingPages:
             self._sinks.came(key)
 
     def advance(self, now: float) -> None:
-        """Start the copies for which there is space; give pages up only if there will be none.
+        """Start the copies for which the next tier has space. Give up a page only if no space will become free.
 
-        So a prompt longer than the tiers keeps its beginning: the first page that only its parent could make room for
-        is given up, and later pages displace nothing, because no request could reach them. It waits while pages are to
-        be lifted that may be stored from now on: they would be dropped to make room.
+        If a prompt does not fit into the tiers, its beginning is kept: a page is given up if its own parent is the
+        only page that could be evicted to make space for it. Later pages then displace nothing, because no request
+        could reach them.
+        While the memory-only restriction of other pages is being lifted, no copy starts, because it might
+        displace those pages before they are saved.
         """
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:
@@ -396,7 +444,7 @@ class OutgoingPages:
         return page.parent in self._sinks.coming or not self._residency.orphans.after(page.parent)
 
     def _start(self, page: _Page, dst: Tier) -> bool:
-        """Begin to copy the page out of its slot. False if there is no space for it."""
+        """Start copying the page out of its slot. Return False if there is no space."""
         key, parent = page.key, page.parent
         if not self._space.copy_from_engine(
             key,

@@ -1,7 +1,8 @@
-"""Which pages are copied down: write-behind of sealed pages, timed spills, space ahead of need, ``demote``, ``flush``.
+"""Write-back: decides which pages are copied to lower tiers, and when. Pure metadata.
 
-Decides, copies nothing. Pages go down one tier at a time. Pages sent down by request are sinks: each is followed until
-it has arrived or failed.
+Pages are copied down for four reasons: write-behind of newly put pages to HOST, timed spills to disk, making
+space ahead of need, and explicit requests (``demote`` and ``flush``). Pages are copied down one tier at a
+time. A page that was requested explicitly is called a sink, and is tracked until it has arrived or failed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Counts the pages of one flush or demote: not settled yet, arrived, and failed.
+    """The page counts of one flush or demote.
 
-    ``moves``: how often a copy of any of them has ended. ``found``: pages that were there already.
+    Attributes:
+        open: Number of pages without a final result.
+        arrived: Number of pages that have arrived in the target tier.
+        failed: Number of pages that could not be copied.
+        moves: Number of copies of these pages, from one tier to the next, that have finished or failed.
+        found: Number of pages that the target tier already had.
     """
 
     open: int = 0
@@ -40,7 +46,10 @@ class Ticket:
 
 @dataclass(slots=True)
 class Sink:
-    """A page on its way down to ``target``, or as far as it may go. ``keep``: upper copies stay."""
+    """A page to be copied down to ``target``, or to the lowest tier that may store it.
+
+    If ``keep`` is False, its upper copies are dropped when it has arrived.
+    """
 
     target: Tier
     keep: bool
@@ -56,12 +65,18 @@ class _Step(Enum):
 
 
 class Sinks:
-    """The pages on their way down. ``unwritten``: pages from which no copy may start yet, by HBM slot."""
+    """The pages that are being copied down because a caller requested it.
+
+    ``unwritten`` contains the HBM slots of pages that cannot be copied, because their bytes are not written yet.
+    """
 
     def __init__(self, residency: Residency, space: Space, unwritten: dict[PageKey, int]) -> None:
         self.open: dict[PageKey, Sink] = {}
         self.coming: Counter[PageKey] = Counter()
-        """Pages on their way out of an engine's slots, out of how many each: they may be sent down before they come."""
+        """Pages that are to be copied out of an engine's slots, with the number of slots for each.
+
+        They may be added as sinks before their copy starts.
+        """
         self._residency = residency
         self._tables = residency.tables
         self._tiers = list(residency.tables)
@@ -69,10 +84,15 @@ class Sinks:
         self._space = space
         self._unwritten = unwritten
         self._queue: deque[PageKey] = deque()
+        self._woken: deque[PageKey] = deque()
+        """Pages whose copy to the next tier has finished. They are advanced before the pages in ``_queue``.
+
+        Their order is kept, so that a disk that cannot store all pages of a sequence stores its beginning.
+        """
         self._leaving: set[tuple[Tier, PageKey]] = set()
 
     def add(self, keys: Iterable[PageKey], target: Tier, ticket: Ticket, *, keep: bool) -> None:
-        """Send pages down to ``target``. The ticket counts those that are not there yet."""
+        """Request that pages be copied down to ``target``. ``ticket`` counts these pages and their results."""
         for key in keys:
             sink = self.open.get(key)
             if sink is None:
@@ -85,10 +105,14 @@ class Sinks:
             ticket.open += 1
 
     def advance(self, now: float) -> bool:
-        """Take a bounded number of pages one step further. Returns whether more could continue at once."""
+        """Start copying a bounded number of pages to their next tier.
+
+        Returns:
+            Whether there are further copies that can start now.
+        """
         stepped = False
-        for _ in range(min(len(self._queue), BATCH_PAGES)):
-            key = self._queue.popleft()
+        for _ in range(min(len(self._woken) + len(self._queue), BATCH_PAGES)):
+            key = (self._woken or self._queue).popleft()
             sink = self.open.get(key)
             if sink is None:
                 continue
@@ -100,31 +124,31 @@ class Sinks:
                 for ticket in sink.tickets:
                     ticket.arrived += step is _Step.DONE
                 self.settle(key, failed=step is _Step.FAILED)
-        return stepped and bool(self._queue)
+        return stepped and bool(self._woken or self._queue)
 
     def wake(self, key: PageKey) -> None:
-        """Note that a copy of the page ended, successfully or not, so that its way down may continue."""
-        # Before those that wait for room: the next of them might take the slot that this page has just reached.
+        """Record that a copy of the page has finished or failed, so that its next copy can start."""
+        # This page goes before pages that wait for space, which might otherwise take its slot.
         sink = self.open.get(key)
         if sink is not None:
-            self._queue.appendleft(key)
+            self._woken.append(key)
             for ticket in sink.tickets:
                 ticket.moves += 1
 
     def to_disk(self, key: PageKey) -> bool:
-        """Return whether a caller asked for the page to be written."""
+        """Return whether a caller has requested that the page be written to disk."""
         sink = self.open.get(key)
         return sink is not None and sink.target in self._records
 
     def came(self, key: PageKey) -> None:
-        """Note that the page leaves one slot less: it is in a tier, in flight to it, or given up."""
+        """Record that an engine's slot no longer waits to be copied: the copy finished, or was not needed."""
         self.coming[key] -= 1
         if not self.coming[key]:
             del self.coming[key]
         self.wake(key)
 
     def settle(self, key: PageKey, *, failed: bool) -> None:
-        """Note that nothing more is to be done for the page."""
+        """Stop tracking the page, because it has arrived or failed, and count that in its tickets."""
         sink = self.open.pop(key, None)
         if sink is None:
             return
@@ -133,7 +157,7 @@ class Sinks:
             ticket.failed += failed
 
     def unpinned(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Drop the upper copies of these pages that only waited to be unpinned."""
+        """Drop copies in ``tier`` that are no longer needed and that were only waiting to be unpinned."""
         for key in keys if self._leaving else ():
             if (tier, key) not in self._leaving:
                 continue
@@ -151,7 +175,7 @@ class Sinks:
         src = holders[-1]
         target = min(sink.target, self._residency.memory_only.lowest_for(key))
         if target < sink.target and key in self.coming:
-            return _Step.MOVING  # what keeps the page in memory ends when it has come
+            return _Step.MOVING  # the page is no longer memory-only once it has been copied out of its slot
         if src >= target:
             if not sink.keep:
                 self._leave(key, target)
@@ -163,10 +187,10 @@ class Sinks:
             return _Step.MOVING
         if self._space.could_start(src, dst) <= 0:
             return _Step.BLOCKED
-        if self._space.copy(key, src, dst):
+        if self._space.copy(key, src, dst, over_mirrors=not sink.keep):
             return _Step.MOVING
         if key in self._residency.orphans:
-            # It costs no page its place. A flush passes it over; who asked for this page is told.
+            # An unreachable page must not displace another page. A flush skips it; a demote counts a failure.
             return _Step.PASSED if sink.keep else _Step.FAILED
         self._space.make_room(dst, 1, now)
         to_be_stored = key not in self._residency.memory_only
@@ -178,7 +202,10 @@ class Sinks:
         return _Step.BLOCKED
 
     def _arriving_below(self, key: PageKey) -> bool:
-        """Return whether ``wake`` or ``settle`` will report the page, although no tier has it yet."""
+        """Return whether the page is in flight to a tier below HBM.
+
+        If so, ``wake`` or ``settle`` will be called for it.
+        """
         return key in self.coming or any(
             key in table.copies for tier, table in self._tables.items() if tier > Tier.HBM
         )
@@ -191,17 +218,20 @@ class Sinks:
 
 
 _AHEAD = 16
-"""One slot in this many is kept free or droppable ahead of need."""
+"""One in this many slots of each memory tier is kept free or droppable ahead of need."""
 _ASK_AGAIN_S = 0.2
-"""How long a tier, after a copy to it failed, is left alone unless a page is sealed or sent there."""
+"""Pause in seconds between attempts to copy a page to a tier that failed. New pages are tried at once."""
 
 
 class WriteBack:
-    """Plans every copy to a lower tier. ``space`` makes room, ``sinks`` are the pages sent down by request."""
+    """Plans all copies to lower tiers.
+
+    ``space`` makes space in a tier. ``sinks`` contains the pages that callers asked to copy down.
+    """
 
     def __init__(self, residency: Residency, transfers: Transfers, flush_s: float) -> None:
         self.unwritten: dict[PageKey, int] = {}
-        """Sealed pages whose bytes the engine has not finished writing, by HBM slot; no copy may start from them."""
+        """HBM slots of pages that were put, but whose bytes are not written yet, so they cannot be copied."""
         self.space = Space(residency, transfers)
         self.sinks = Sinks(residency, self.space, self.unwritten)
         self._residency = residency
@@ -215,13 +245,13 @@ class WriteBack:
         self._due = 0
         self._above = residency.hierarchy.above
         self._spill_to = residency.hierarchy.first_durable
-        """Where timed spills go: pages are to survive a restart soon."""
+        """The destination of timed spills: the fastest tier in which pages survive a restart, or None."""
         self._spill_from = None if self._spill_to is None else self._above(self._spill_to)
 
-    # -- what happened ------------------------------------------------------------------------------------------
+    # -- notifications ------------------------------------------------------------------------------------------
 
     def sealed(self, key: PageKey) -> None:
-        """Note that a page became readable in HBM and its bytes are written."""
+        """Queue a page for write-behind or a timed spill, now that its bytes in HBM have been written."""
         self.sinks.wake(key)
         if self._residency.unsaved(key, Tier.HBM):
             if self._spill_from == Tier.HBM:
@@ -230,13 +260,13 @@ class WriteBack:
                 self._fresh[key] = None
 
     def saved(self, key: PageKey, dst: Tier) -> None:
-        """Note that a copy to ``dst`` arrived."""
+        """Record that a copy to ``dst`` has arrived."""
         self.space.failing.discard(dst)
         self._await_spill(key, dst)
         self.sinks.wake(key)
 
     def permitted(self, key: PageKey) -> None:
-        """Note that a page that was memory-only or unreachable may be saved below memory from now on."""
+        """Record that a page that was memory-only or unreachable may now be saved below memory."""
         for tier, table in self._tables.items():
             if table.ready(key) and tier == Tier.HBM:
                 self.sealed(key)
@@ -244,20 +274,26 @@ class WriteBack:
                 self._await_spill(key, tier)
 
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
-        """Note that a copy to a lower tier failed: the source is intact and waits for the next timed spill."""
+        """Record that a copy from ``src`` to a lower tier failed.
+
+        The page is still in ``src``, and the next timed spill tries to save it again.
+        """
         self.space.failing.add(dst)
         if src == self._spill_from and self._tables[src].ready(key):
             self._unsaved[key] = None
         self.sinks.settle(key, failed=True)
 
     def forgotten(self, key: PageKey) -> None:
-        """Note that the page was evicted by request: nothing more is to be done for it."""
+        """Record that a caller evicted the page, so it need not be saved any more."""
         self.sinks.settle(key, failed=False)
         self._fresh.pop(key, None)
         self._unsaved.pop(key, None)
 
     def left(self, key: PageKey, tier: Tier) -> None:
-        """Stop waiting to save a page whose copy was dropped; otherwise a tier that refuses would accumulate keys."""
+        """Stop waiting to save a page from ``tier``, because its copy there was dropped.
+
+        Otherwise keys would accumulate in the queues while a lower tier refuses writes.
+        """
         if self._tables[tier].ready(key):
             return
         if tier == Tier.HBM:
@@ -265,12 +301,13 @@ class WriteBack:
         if tier == self._spill_from:
             self._unsaved.pop(key, None)
 
-    # -- what to do next ----------------------------------------------------------------------------------------
+    # -- planning -----------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
-        """Plan a bounded number of copies: sinks, write-behind, timed spills, space ahead of need.
+        """Plan a bounded number of copies, for each of the four reasons that the module lists.
 
-        Returns whether there is more to plan at once.
+        Returns:
+            Whether there are further copies that can be planned now.
         """
         more = self.sinks.advance(now)
         more |= self._write_behind(now)
@@ -284,7 +321,7 @@ class WriteBack:
 
     @property
     def writing_behind(self) -> bool:
-        """Whether sealed pages wait for a copy to HOST, and HOST has space for it."""
+        """Whether newly put pages are waiting to be copied to HOST, and HOST has space for at least one of them."""
         host = self._tables.get(Tier.HOST)
         if host is None:
             return False
@@ -292,10 +329,10 @@ class WriteBack:
 
     @property
     def next_spill(self) -> float | None:
-        """When a timed spill is due; None if there is nothing to spill."""
+        """Monotonic time of the next timed spill, or None if there is nothing to spill."""
         return self._next_spill if self._unsaved else None
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _await_spill(self, key: PageKey, tier: Tier) -> None:
         if tier == self._spill_from and self._residency.unsaved(key, tier):
@@ -321,10 +358,10 @@ class WriteBack:
         return 0 < len(self._fresh) < before
 
     def _ask_again(self, now: float) -> None:
-        """Send a page now and then to a tier that failed.
+        """From time to time, try to copy one page to each tier that failed.
 
-        Otherwise an unsaved page with later pages below it could neither be saved nor dropped until somebody puts a
-        page.
+        Otherwise, while no caller puts a page, an unsaved page could stay in the upper tier indefinitely. It
+        cannot be dropped, because later pages of its sequence are in the lower tier.
         """
         if not self.space.failing or now < self._next_try:
             return
@@ -338,14 +375,18 @@ class WriteBack:
                 self.space.copy(key, src, dst)
 
     def _waits_aside(self, host: TierTable, key: PageKey) -> bool:
-        """Return whether a page waits without delaying others: a memory-only page for which HOST has no space."""
+        """Return whether the page is memory-only and HOST has no space for it.
+
+        It then waits without delaying other pages.
+        """
         return key in self._residency.memory_only and not self._has_spare(host, key)
 
     def _has_spare(self, host: TierTable, key: PageKey) -> bool:
-        """Return whether HOST can take a copy made ahead of need, without dropping another page's last copy below HBM.
+        """Return whether HOST can accept a copy of this page ahead of need.
 
-        Memory-only pages give way to one that is to be stored, which would otherwise not be written in time.
-        Unreachable pages give way to all.
+        For such a copy, HOST must not drop another page's only copy below HBM, with two exceptions. A
+        memory-only page may be dropped for a page that is to be written to disk, which would otherwise not be
+        written in time. An unreachable page may always be dropped.
         """
         if host.free:
             return True
@@ -363,7 +404,8 @@ class WriteBack:
             return False
         if now >= self._next_spill:
             self._next_spill = now + self._flush_s
-            # A tier that fails is asked a little at a time: all would only come back, again and again.
+            # Only one batch is sent to a tier whose last write failed. If all pages were sent, all of them
+            # would fail again and again.
             self._due = BATCH_PAGES if dst in self.space.failing else len(self._unsaved)
         slots = self._tables[src].num_slots or 1
         allowed = max(1, slots // 2) - self._transfers.carrying(src, dst)

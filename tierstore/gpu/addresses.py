@@ -1,7 +1,7 @@
-"""Addresses and strides of a page's bytes in device memory: in the store's slots or in an engine's tensors.
+"""Addresses and strides of pages in device memory, in the store's own slots or in an engine's tensors.
 
-``Segments`` describes a page as contiguous pieces, for copies. ``GroupStrides`` describes a KV group by its strides,
-for kernels that address each number. This module reads and copies no page.
+``Segments`` describes a page as contiguous pieces, for copies. ``GroupStrides`` describes a KV group by its
+strides, for kernels that address individual elements. This module does not access page contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.gpu.layer_groups import LayerGroups, Part
 from tierstore.page import DTYPE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Segments:
     """The contiguous pieces of a page, in the order of the page's blob.
 
-    Piece j of slot s lies at address ``base[j] + s * stride[j]``, has ``nbytes[j]`` bytes, and belongs at byte
-    ``offset[j]`` of the blob. Each attribute is an int64 array with one entry for each piece.
+    Piece j of slot s is at address ``base[j] + s * stride[j]``, is ``nbytes[j]`` bytes long, and belongs at
+    byte ``offset[j]`` of the blob. Each attribute is an int64 array with one entry per piece.
     """
 
     base: NDArray[np.int64]
@@ -42,57 +42,75 @@ class Segments:
 
     @property
     def smallest(self) -> int:
-        """Return the bytes of the smallest piece."""
+        """Return the size in bytes of the smallest piece."""
         return int(self.nbytes.min())
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the device addresses of the pieces of these slots, int64 ``[len(slots), pieces]``."""
+        """Return the device addresses of all pieces of these slots, int64 ``[len(slots), pieces]``."""
         return self.base + slots[:, None] * self.stride
 
 
 def pool_segments(address: int, layout: PageLayout) -> Segments:
-    """Return the one piece, the whole blob, of each of the store's own slots, which begin at ``address``."""
+    """Return the segments of the store's own slots: a single piece, the whole blob.
+
+    ``address`` is the address of slot 0.
+    """
     return _segments([(address, layout.slot_nbytes, 0, layout.blob_nbytes)])
 
 
 def row_segments(address: int, stride: int, pieces: Sequence[tuple[int, int, int]]) -> Segments:
-    """Return the pieces of rows of a slab at ``address``, ``stride`` bytes apart.
+    """Return the segments of the rows of a slab, with a row's number in place of a slot.
 
-    ``pieces`` has the offset of each piece in a row, its offset in the page or payload, and its length, in
-    bytes.
+    The slab starts at ``address``, and its rows are ``stride`` bytes apart. Each entry of ``pieces`` has a
+    piece's offset within the row, its offset within the page or payload, and its length, all in bytes.
     """
     return _segments([(address + here, stride, there, nbytes) for here, there, nbytes in pieces])
 
 
 def pool_group_segments(address: int, layout: PageLayout, layers: LayerGroups) -> list[Segments]:
-    """Return the pieces of each layer group of the store's own slots, one for each part of the group."""
+    """Return the segments of each layer group in the store's own slots, with one piece per part of the group.
+
+    ``address`` is the address of slot 0.
+    """
     return [
         _segments([(address + part.offset, layout.slot_nbytes, part.offset, part.nbytes) for part in parts])
         for parts in layers.parts
     ]
 
 
+def placed(layers: Sequence[torch.Tensor], start: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield, for each tensor of a KV group, its offset in the page's blob and the tensor.
+
+    The group starts at offset ``start``. Its tensors follow each other without gaps, whatever their sizes.
+    """
+    for layer in layers:
+        yield start, layer
+        start += layer[0].nbytes
+
+
 def tensor_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, limit: int, parts: Sequence[Part] = ()
 ) -> Segments | None:
-    """Return the pieces of pages in an engine's tensors, or None if there are more than ``limit``.
+    """Return the segments of pages in an engine's tensors, or None if there are more than ``limit`` pieces.
 
-    Pieces that are neighbours both in memory and in the blob are joined.
+    Pieces that are adjacent both in memory and in the blob are merged.
 
     Args:
-        groups: The layers ``[slots, planes, tokens, heads, dim]`` with any strides, one sequence for each KV
-            group.
+        groups: One sequence per KV group, with a tensor ``[slots, planes, tokens, heads, dim]`` per layer, of
+            any size and with any strides.
         layout: The layout of a page.
-        limit: The most pieces.
-        parts: The layers whose pieces to return; empty for the whole page.
+        limit: Maximum number of pieces.
+        parts: The layers to return pieces for. Empty for the whole page.
     """
     pieces: list[tuple[int, int, int, int]] = []
-    wanted = [(part.spec, part.first, part.end) for part in parts] or [
-        (spec, 0, len(layers)) for spec, layers in enumerate(groups)
+    wanted = [(part.spec, part.offset, part.offset + part.nbytes) for part in parts] or [
+        (spec, 0, layout.blob_nbytes) for spec in range(len(groups))
     ]
     for spec, first, end in wanted:
-        for i, layer in enumerate(groups[spec][first:end], first):
-            found = _pieces(layer, layout.offsets[spec] + i * layer[0].nbytes, limit)
+        for offset, layer in placed(groups[spec], layout.offsets[spec]):
+            if not first <= offset < end:
+                continue
+            found = _pieces(layer, offset, limit)
             if found is None:
                 return None
             for piece in found:
@@ -105,9 +123,9 @@ def tensor_segments(
 def tensor_group_segments(
     groups: Sequence[Sequence[torch.Tensor]], layout: PageLayout, layers: LayerGroups, limit: int
 ) -> list[Segments]:
-    """Return the pieces of each layer group, see ``tensor_segments``.
+    """Return the segments of each layer group; see ``tensor_segments``.
 
-    The whole page must be within ``limit``.
+    The whole page must not have more than ``limit`` pieces.
     """
     found = [tensor_segments(groups, layout, limit, parts) for parts in layers.parts]
     return [segments for segments in found if segments is not None]
@@ -153,7 +171,10 @@ _MOST_EQUAL = 1 << 16
 
 
 def in_equal_pieces(segments: Segments) -> Segments | None:
-    """Return the same bytes in pieces of equal length, or None if a kernel would be too slow for these."""
+    """Divide the pieces further, so that all have the same length, as the copy kernel needs.
+
+    Return None if the new pieces would be too many, or too short to be copied efficiently.
+    """
     length = int(np.gcd.reduce(segments.nbytes))
     counts = segments.nbytes // length
     if length < min(_SMALLEST_EQUAL, int(segments.nbytes.sum())) or counts.sum() > _MOST_EQUAL:
@@ -177,19 +198,19 @@ _VECTOR = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupStrides:
-    """The strides of the numbers of a KV group, for kernels.
+    """The strides of the elements in a KV group, for kernels.
 
-    Number ``[l, p, t, h, d]`` (layer, plane, token, head, dim) of slot s lies ``s * slot + deltas[l] + p *
-    strides[0] + t * strides[1] + h * strides[2] + d * strides[3]`` after the first. All distances are in
-    numbers, not in bytes.
+    Element ``[l, p, t, h, d]`` (layer, plane, token, head, dim) of slot s is at offset ``s * slot + deltas[l]
+    + p * strides[0] + t * strides[1] + h * strides[2] + d * strides[3]`` from the first element. All
+    distances are in elements, not in bytes.
 
     Attributes:
-        memory: The memory of the group, which begins at slot 0 of layer 0. The reference keeps it alive.
-        itemsize: Bytes of a number.
+        memory: The memory of the group, starting at slot 0 of layer 0. The reference keeps it alive.
+        itemsize: Size of an element in bytes.
         shape: Planes, tokens, heads, dim.
-        deltas: Distance of each layer from the first.
+        deltas: Distance of each layer from the first layer.
         slot: Distance between slots.
-        strides: Distances between planes, tokens, heads, and numbers of a head.
+        strides: Distances between planes, tokens, heads, and elements of a head.
     """
 
     memory: torch.Tensor
@@ -201,27 +222,24 @@ class GroupStrides:
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers a plane of a layer has."""
+        """Return the number of elements in one plane of one layer."""
         return prod(self.shape[1:])
 
     @property
     def plain(self) -> bool:
-        """Return whether the numbers of a layer's plane are contiguous."""
+        """Return whether the elements in one plane of one layer are contiguous."""
         _, _, heads, dim = self.shape
         return self.strides[1:] == (heads * dim, dim, 1)
 
     @property
     def aligned(self) -> int:
-        """Return the largest power of two, at most 16 bytes, that divides all ``deltas``.
-
-        In numbers, not bytes.
-        """
+        """Return the largest power of two, in elements, that divides all ``deltas`` and is at most 16 bytes."""
         return gcd(_VECTOR // self.itemsize, *self.deltas)
 
     def words(self, dtype: torch.dtype, plane: int = 0) -> torch.Tensor:
-        """Return the first word of a plane of slot 0 of layer 0, as ``dtype``.
+        """Return a one-element tensor of ``dtype`` that starts at the plane's first element in slot 0 of layer 0.
 
-        Kernels get it as their pointer.
+        Kernels use its address as their pointer.
         """
         start = self.memory.storage_offset() * self.memory.element_size()
         start += plane * self.strides[0] * self.itemsize
@@ -230,7 +248,10 @@ class GroupStrides:
 
 
 def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides, ...]:
-    """Return the strides of each KV group of the store's own slots, flat uint8 ``[num_slots * slot_nbytes]``."""
+    """Return the strides of each KV group in the store's own slots.
+
+    ``memory`` contains all slots, as flat uint8 ``[num_slots * slot_nbytes]``.
+    """
     lots = []
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         layers, planes, tokens, heads, dim = spec.shape
@@ -245,20 +266,29 @@ def pool_strides(memory: torch.Tensor, layout: PageLayout) -> tuple[GroupStrides
 
 
 def byte_strides(memory: torch.Tensor, start: int, nbytes: int, stride: int) -> GroupStrides:
-    """Return the strides of bytes ``[start, start + nbytes)`` of each slot, for slots of ``stride`` bytes."""
+    """Return strides with which a kernel addresses bytes ``[start, start + nbytes)`` of each slot one by one.
+
+    Slots are ``stride`` bytes apart.
+    """
     return GroupStrides(memory[start:], 1, (1, 1, 1, nbytes), (0,), stride, (nbytes, nbytes, nbytes, 1))
 
 
 def tensor_strides(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[GroupStrides, ...] | None:
-    """Return the strides of each KV group of an engine's tensors, or None if layers of a group differ in strides.
+    """Return the strides of each KV group in an engine's tensors.
 
-    ``groups`` has the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group.
+    The result is None if layers of the same group have different shapes or strides, or if the distance between
+    two layers is not a whole number of elements.
+
+    Args:
+        groups: One sequence per KV group, with a tensor ``[slots, planes, tokens, heads, dim]`` per layer.
     """
     lots = []
     for layers in groups:
         first, itemsize = layers[0], layers[0].element_size()
         distances = [layer.data_ptr() - first.data_ptr() for layer in layers]
-        if len({layer.stride() for layer in layers}) > 1 or any(at % itemsize for at in distances):
+        if len({(layer.shape, layer.stride()) for layer in layers}) > 1 or any(
+            at % itemsize for at in distances
+        ):
             return None
         deltas = tuple(at // itemsize for at in distances)
         planes, tokens, heads, dim = first.shape[1:]

@@ -1,8 +1,8 @@
-"""The copy kernel: copies pieces in device memory to and from whole pages, in mapped host memory or in a slab.
+"""A CUDA kernel that copies pages between slots, which divide a page into pieces, and contiguous memory.
 
-It runs few threads, each with several vectors in flight. Together they have no more in flight than the link
-can carry, because loads and stores that wait for the link delay all other memory traffic of the card. This is
-the only module that imports cupy.
+The contiguous memory is mapped host memory or a slab. The kernel runs few threads, each with several vectors
+in flight. Together they have just enough bytes in flight to saturate the link, because loads and stores that
+wait for the link delay all other memory traffic on the GPU. This is the only module that imports cupy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDTHS = {16: "int4", 8: "int2", 4: "int", 2: "short", 1: "char"}
 
 
 class Grid(NamedTuple):
-    """A launch configuration: blocks, threads per block, and vectors that a thread copies at a time."""
+    """A launch configuration: the numbers of blocks, of threads per block, and of vectors in flight per thread."""
 
     blocks: int
     threads: int
@@ -35,17 +35,17 @@ class Grid(NamedTuple):
 
 
 UP = Grid(8, 256, 4)
-"""For copies from host memory: 128 KiB in flight.
+"""Configuration for copies from host memory, with 128 KiB in flight.
 
-Measurements show that less does not fill the link, and that more does not speed up copies but slows down
-concurrent compute.
+Measurements show that fewer bytes in flight do not saturate the link. More bytes do not speed up copies, but
+slow down concurrent compute.
 """
 
 DOWN = Grid(4, 256, 4)
-"""For copies to host memory: 64 KiB in flight, because stores queue up behind the link."""
+"""Configuration for copies to host memory. Only 64 KiB are in flight, because stores queue up at the link."""
 
 NEAR = Grid(16, 1024, 4)
-"""For copies within device memory, which reach eight times the speed of the link."""
+"""Configuration for copies within device memory, which run at eight times the speed of the link."""
 
 _SOURCE = r"""
 typedef unsigned long long u64;
@@ -63,9 +63,10 @@ template <> __device__ __forceinline__ void write<int4>(int4* at, int4 v) {
     asm volatile("st.global.wt.v4.s32 [%0],{%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
-// table: base, stride and offset of each piece; pages, in host memory: the slots, then where their pages lie
-// elsewhere. An item is 32 * UNROLLED vectors of a piece of a page, and a warp's; a block has items in a row, and takes
-// their pages over into shared memory: each number crosses the link once.
+// table: the bases, then the strides, then the offsets of the pieces. pages, in host memory: the slots, then the
+// addresses of the contiguous pages. A work item is 32 * UNROLLED vectors of one piece of one page, copied by one warp.
+// A block copies consecutive items. It first reads the entries of their pages into shared memory, so that each entry
+// is transferred over the link only once per block.
 extern "C" __global__ void move(const long long* __restrict__ table, const long long* pages, unsigned pieces,
                                 unsigned number, unsigned vectors, unsigned parts, unsigned inward) {
     __shared__ long long slot[TABLE], far[TABLE];
@@ -107,10 +108,10 @@ extern "C" __global__ void move(const long long* __restrict__ table, const long 
 
 @dataclass(slots=True)
 class _Table:
-    """Slots and addresses of one launch, in page-locked memory that the kernel reads directly.
+    """The slots and addresses for one launch, in pinned memory that the kernel reads directly.
 
-    They are not uploaded, because an upload would wait for the copies that are queued on the link. The event
-    ``read`` happens when the launch has ended.
+    The table is not uploaded, because an upload would wait behind the copies queued on the link. ``read`` is
+    an event that completes with the launch; only then may the memory be reused.
     """
 
     memory: torch.Tensor
@@ -119,7 +120,7 @@ class _Table:
 
 @cache
 def _compiled(index: int, width: int, vectors: int) -> Any:
-    """Return the kernel, compiled for one card."""
+    """Return the kernel for GPU ``index``, compiled for ``vectors`` vectors of ``width`` bytes per thread."""
     import cupy
 
     options = ("--std=c++14", f"-DVECTOR={_WIDTHS[width]}", f"-DUNROLLED={vectors}")
@@ -128,20 +129,22 @@ def _compiled(index: int, width: int, vectors: int) -> Any:
 
 
 class Pieces:
-    """Copies the pieces of slots to and from pages at given addresses.
+    """Copies pages between slots, which divide a page into pieces, and buffers, in which a page is contiguous.
 
-    It queues copies and never waits for them.
-
-    Use one instance for each stream, because tables are reused in the order of launches.
+    Methods queue copies and return without waiting for them. Use each instance with one stream only, because
+    tables are reused in launch order.
     """
 
     def __init__(self, segments: Segments, device: torch.device, grid: Grid) -> None:
-        """Compile the kernel for these pieces. ImportError without cupy.
+        """Compile the kernel for these pieces.
 
         Args:
-            segments: The pieces, which ``suits`` must accept. They are not read after the call.
-            device: The card.
+            segments: The pieces. ``suits`` must accept them. The arrays are not read after this call.
+            device: The GPU.
             grid: The launch configuration.
+
+        Raises:
+            ImportError: cupy is not installed.
         """
         import cupy
 
@@ -162,15 +165,15 @@ class Pieces:
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:
-        """Return whether the kernel can copy pages of these pieces at a good speed."""
+        """Return whether the kernel is suited to these pieces. False for None, which stands for too many pieces."""
         return segments is not None and addresses.in_equal_pieces(segments) is not None
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies from the pages at these addresses into the slots."""
+        """Queue copies from the pages at the addresses ``pages`` into the slots."""
         self._launch(slots, pages, 1, stream)
 
     def gather(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies from the slots to the pages at these addresses."""
+        """Queue copies from the slots to the pages at the addresses ``pages``."""
         self._launch(slots, pages, 0, stream)
 
     def _launch(
@@ -200,7 +203,10 @@ class Pieces:
         self._tables.append(table)
 
     def _table(self, entries: int) -> _Table:
-        """Return the oldest table, or a new one if a launch still reads that table or it is too short."""
+        """Return a table that no launch is using and that has space for at least ``entries`` numbers.
+
+        Reuse the oldest table if its launch is complete and it is long enough, else allocate a new one.
+        """
         if self._tables and self._tables[0].read.query():  # type: ignore[no-untyped-call]
             table = self._tables.popleft()
             if len(table.memory) >= entries:
@@ -211,7 +217,7 @@ class Pieces:
 
 
 class _Handle:
-    """Offers a torch stream through the CUDA stream protocol."""
+    """Exposes a torch stream through the ``__cuda_stream__`` protocol."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._handle = stream.cuda_stream
@@ -221,7 +227,7 @@ class _Handle:
 
 
 def _foreign(cupy: Any, stream: torch.cuda.Stream) -> Any:
-    """Return torch's stream as a cupy stream. Cupy 13 has only the older constructor."""
+    """Wrap a torch stream as a cupy stream, with ``ExternalStream`` in CuPy 13, which has no ``from_external``."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Handle(stream))
     return cupy.cuda.ExternalStream(stream.cuda_stream)

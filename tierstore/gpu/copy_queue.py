@@ -1,10 +1,10 @@
-"""The queue of copies: decides in which order copies are launched, and how far ahead of the link.
+"""The copy queue: decides in which order copies are launched, and how many may be in flight.
 
-``Waves`` orders the layer groups of many loads. ``Pace`` limits how much is launched at once and ahead of the
-link. A ``Lane`` is one direction of the link: the transfers (``Job``) that wait, and the launches
-(``Flight``) that are in flight. A lane launches on the thread that calls it, one flight at a time.
-``Lane.launch`` may block in the driver. Everything else returns at once, and the caller must hold the
-engine's lock for it.
+``Waves`` orders the layer groups of many loads. ``Pace`` limits the size of launches and the number of bytes
+in flight. A ``Lane`` is one direction of the link, with its waiting transfers (``Job``) and the copies in
+flight (``Flight``). A lane launches on the thread that calls it, one flight at a time. ``Lane.launch`` may
+block in the driver, and may be called without the engine's lock. All other methods return immediately, and
+the caller must hold that lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Entry(Generic[Item]):
 
 
 class _Row(Generic[Item]):
-    """Jobs that get the same layer group next, oldest first, and their total size."""
+    """Jobs whose next layer group is the same, oldest first, and their total size."""
 
     def __init__(self) -> None:
         self.entries: deque[_Entry[Item]] = deque()
@@ -64,26 +64,28 @@ class _Row(Generic[Item]):
 
 
 class Waves(Generic[Item]):
-    """The order of the layer groups of many jobs: all jobs of a wave get a group before any of them gets the next.
+    """Orders the layer groups of many jobs.
 
-    A new job joins the current wave, with its first group, as long as no job of the wave has more than half
-    of its groups. Later jobs wait for the next wave, so that no job is overtaken forever. Jobs get their last
-    group in the order in which they were added. The cost of ``add`` and ``take`` does not grow with the
-    number of waiting jobs. Not thread-safe.
+    Jobs in a wave get their groups in turn: all jobs get a group before any of them gets the next one. A new
+    job joins the current wave and starts with its first group. If a job in the wave already has more than half
+    of its groups, the new job waits for the next wave instead, so that no job is overtaken indefinitely. Jobs
+    get their last group in the order in which they were added. The cost of ``add`` and ``take`` does not
+    depend on the number of waiting jobs. Not thread-safe.
     """
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._wave: list[_Row[Item]] = [_Row() for _ in range(groups)]
-        """Jobs of the wave by the group that they get next. No job is behind one that was added after it."""
+        """Jobs in the wave, by the next group of each job. A job is never behind a job that was added later.
+        """
         self._later: _Row[Item] = _Row()
         self._handed_out = 0
-        """Number of groups that the most advanced job of the wave has got."""
+        """Number of groups that the most advanced job in the wave has received."""
         self._size = 0
         """Number of jobs in the wave."""
 
     def __len__(self) -> int:
-        """Return the number of jobs that have not got all of their groups."""
+        """Return the number of jobs that have not received all of their groups."""
         return self._size + len(self._later.entries)
 
     @property
@@ -92,7 +94,7 @@ class Waves(Generic[Item]):
         return not self._later.entries and self._handed_out * 2 <= self._groups
 
     def add(self, job: Item, size: int) -> None:
-        """Add a job. ``size`` is the size of one of its groups, in the caller's unit."""
+        """Add a job. ``size`` is the size of one of its groups, in a unit of the caller's choice."""
         if self.open:
             self._size += 1
             self._wave[0].add(_Entry(job, size))
@@ -100,18 +102,30 @@ class Waves(Generic[Item]):
             self._later.add(_Entry(job, size))
 
     def first(self) -> tuple[Item, int]:
-        """Return the first job that ``take`` would return, and its next group. IndexError if empty."""
+        """Return the first job that ``take`` would return, and the index of its next group.
+
+        Raises:
+            IndexError: No job is waiting.
+        """
         row, group = self._at_hand()
         return row.entries[0].job, group
 
     def size_at_hand(self) -> int:
-        """Return the total size of the jobs from which ``take`` takes. IndexError if empty."""
+        """Return the total size of the jobs that ``take`` would choose from.
+
+        Raises:
+            IndexError: No job is waiting.
+        """
         return self._at_hand()[0].size
 
     def take(self, most: int) -> tuple[list[Item], int]:
-        """Return the next jobs and the group that they get now.
+        """Give the next jobs one group each. Return these jobs and the index of the group.
 
-        Their total size is at most ``most``, except that one job is always returned. IndexError if empty.
+        The total size of the jobs is at most ``most``, but at least one job is returned. Jobs that receive
+        their last group are removed.
+
+        Raises:
+            IndexError: No job is waiting.
         """
         row, group = self._at_hand()
         if row is self._later:
@@ -131,9 +145,9 @@ class Waves(Generic[Item]):
         return [entry.job for entry in taken], group
 
     def take_whole(self) -> Item:
-        """Remove and return the only job, which gets all of its groups at once.
+        """Give the only job all of its groups at once, remove the job, and return it.
 
-        It must not have got any before.
+        The job must not have received a group before.
         """
         _, group = self._at_hand()
         assert not group
@@ -141,7 +155,7 @@ class Waves(Generic[Item]):
         return job
 
     def remove(self, job: Item) -> None:
-        """Remove a job, so that it gets no more groups. No error if the job is not waiting."""
+        """Remove a job, so that it receives no more groups. Does nothing if the job is not waiting."""
         self._leave(sum(row.remove(job) for row in self._wave))
         self._later.remove(job)
 
@@ -154,7 +168,7 @@ class Waves(Generic[Item]):
         return jobs
 
     def _at_hand(self) -> tuple[_Row[Item], int]:
-        """Return the row of jobs from which to take next, and their group. IndexError if empty."""
+        """Return the row that ``take`` takes jobs from, and the index of its jobs' next group."""
         for group, row in enumerate(self._wave):
             if row.entries:
                 return row, group
@@ -170,61 +184,64 @@ class Waves(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Limits on how much is launched at once and ahead of the link.
+    """Limits on the size of launches and on the amount of work in flight.
 
-    All limits but ``pieces`` and ``at_once`` are in bytes that cross the link.
+    All limits except ``pieces`` and ``at_once`` are in bytes, as transferred.
     """
 
     whole: int = 16 << 20
-    """A transfer up to this size is not cut into layer groups if no other transfer waits."""
+    """A transfer up to this size is not divided into layer groups if no other transfer is waiting."""
     together: int = 128 << 20
-    """Most bytes of one launch, which takes the same layer group of several transfers.
+    """Maximum size of one launch, which copies the same layer group for several transfers.
 
-    One transfer may exceed it.
+    A single transfer may exceed it.
     """
     pieces: int = 256
-    """Most copies that one launch, or one call, asks the driver for.
+    """Maximum number of driver copies per launch, and per call to ``submit`` or ``poll`` in each direction.
 
-    The lane's thread launches a transfer with more, because the driver takes long for it.
+    A transfer that needs more is launched by the lane's thread, because the driver takes long to queue it.
     """
     ahead: int = 512 << 20
-    """While this much is in flight, some milliseconds of the link, nothing more is launched.
+    """Nothing is launched while at least this much is in flight. The link needs several milliseconds for it.
 
-    A quarter of it is the limit if transfers are likely to come that would go before the next launch, because
-    they must wait for everything in flight.
+    While new transfers are likely to arrive and to be launched before the next waiting one, the limit is a
+    quarter of this, because a new transfer has to wait for everything in flight.
     """
     enough: int = 64 << 20
-    """While this much is in flight, a launch may wait for more transfers that need the same layer group."""
+    """While at least this much is in flight, a launch may wait for more transfers that need its layer group."""
     behind: int = 256 << 20
-    """While less than this is in flight, the lane's thread launches if the engine was not called for 10 ms.
+    """The lane's thread launches if less than this is in flight and the engine was not called for 10 ms.
 
-    Below a quarter of it the calls do not keep the link busy, and the thread launches in any case, unless
-    transfers were added just now.
+    If less than a quarter of this is in flight, callers do not keep the link busy. The thread then launches
+    even if the engine was just called, but not within 5 ms after a transfer was added.
     """
     at_once: int = 4
-    """Most launches in one call of ``poll``.
+    """Maximum number of launches per call to ``poll``.
 
-    A ``submit`` makes at most one, since its caller has more to submit.
+    ``submit`` launches at most once, because its caller usually has more to submit.
     """
 
 
 AS_THEY_ARE = Pace()
 ENCODED = Pace(pieces=512)
-"""For encoded pages, whose layer groups consist of four pieces where those of other pages consist of one."""
+"""Limits for encoded pages that the driver copies.
+
+A layer group of an encoded page is copied as four pieces, where an unencoded page needs only one.
+"""
 
 MAPPED = Pace(together=512 << 20, ahead=2 << 30, enough=128 << 20, behind=1 << 30, at_once=8)
-"""For encoded pages that a kernel copies, where a launch costs the same for any number of pages.
+"""Limits for encoded pages that a kernel copies. A launch then costs the same for any number of pages.
 
-So launches are few and large. Up to 40 ms of the link are launched ahead, because the launching thread may
-have to wait that long for its turn. The price is that transfers submitted later wait for all of it.
+Launches are therefore few and large. Up to 40 ms of transfer time may be in flight, because the launching
+thread may have to wait that long for the GIL. The drawback is that a new transfer has to wait for everything
+in flight.
 """
 
 
 def pace_of(held: HostFormat, pieces: int) -> Pace:
-    """Return the pace for the format in which host memory holds pages.
+    """Return the limits for a host memory format.
 
-    ``pieces`` is the number of copies that one page of a layer group asks the driver for, 0 if a kernel
-    copies.
+    ``pieces`` is the number of driver copies per page and layer group, or 0 if a kernel does the copying.
     """
     if not held.encoded:
         return AS_THEY_ARE
@@ -239,34 +256,37 @@ class Job:
     device_slots: NDArray[np.int64]
     host_slots: NDArray[np.int64]
     flights: list[Flight] = field(default_factory=list)
-    """The flight of each layer group that was launched so far."""
+    """One entry per launched layer group: the flight that copies it."""
     airborne: int = 0
-    """Number of its flights that are being launched or have not landed."""
+    """Number of flights of this job that are being launched or have not landed yet."""
     seconds: float = 0.0
     failure: Failure | None = None
     refused: set[int] = field(default_factory=set)
-    """Positions in the transfer of the pages that the codec could not encode or decode."""
+    """Positions, within the transfer, of pages that the codec could not encode or decode."""
 
     @classmethod
     def of(cls, transfer: Transfer) -> Job:
-        """Return a job for a new transfer."""
+        """Create a job for a transfer in either direction."""
         src, dst = (np.fromiter(s, np.int64, len(s)) for s in (transfer.src_slots, transfer.dst_slots))
         return cls(transfer, dst, src) if transfer.dst == Tier.HBM else cls(transfer, src, dst)
 
     @cached_property
     def into(self) -> frozenset[int]:
-        """Return the slots that the transfer writes."""
+        """Return the slots that the transfer writes to."""
         return frozenset(self.transfer.dst_slots)
 
     @property
     def pages(self) -> int:
-        """Return the number of pages that the transfer copies."""
+        """Return the number of pages in the transfer."""
         return len(self.host_slots)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Copies launched together: those of layer group ``group``, or of all layers if it is None."""
+    """Copies of one or more jobs that are launched together.
+
+    They copy the same layer group of every page, or all layers if ``group`` is None.
+    """
 
     number: int
     jobs: list[Job]
@@ -277,13 +297,13 @@ class Flight:
     broken: bool = False
     landed: bool = False
     lent: bool = False
-    """Whether a caller holds ``ended``, so that the event must not be reused."""
+    """Whether ``ended`` was given to a caller, so that the event must not be reused."""
     refused: NDArray[np.int32] | None = None
-    """The flags that ``copy_routes.Route`` returned. Valid once the flight has landed."""
+    """The flags returned by ``copy_routes.Route``. Valid once the flight has landed."""
 
 
 def ack_of(job: Job, page_nbytes: int) -> Ack:
-    """Return the ack of a job that has ended."""
+    """Return the ack for a finished job."""
     transfer = job.transfer
     if job.failure is not None:
         failures = tuple((i, job.failure) for i in range(len(transfer.keys)))
@@ -295,7 +315,7 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
 
 
 def share_refused(flight: Flight) -> None:
-    """Add to ``refused`` of each job of a landed flight the pages that were not copied."""
+    """For each page that a landed flight has flagged, add its position to ``refused`` of its job."""
     if flight.refused is None or not flight.refused.any():
         return
     first = 0
@@ -310,7 +330,7 @@ _JUST_NOW_S = 0.005
 
 
 class Lane:
-    """One direction of the link: the jobs that wait, and the copies that are in flight."""
+    """One direction of the link: the waiting jobs, and the copies in flight."""
 
     def __init__(
         self,
@@ -323,23 +343,23 @@ class Lane:
         pieces: int,
         new_event: Callable[[], TimedEvent],
     ) -> None:
-        """Set how copies are queued.
+        """Set up the lane.
 
         Args:
-            copy: Queues copies. It is called with a layer group (None for all layers), device slots, host
-                slots and a stream, and returns flags as ``copy_routes.Route`` does.
-            streams: The streams on which copies begin and end.
-            page_nbytes: Bytes of a page as it crosses the link.
-            layers: The layer groups that pages are cut into. None if pages are copied whole.
-            pieces: Number of copies that each page of a launch asks the driver for.
-            new_event: Makes the events around a flight.
+            copy: Queues copies. Takes a layer group (None for all layers), device slots, host slots and a
+                stream, and returns flags as ``copy_routes.Route`` does.
+            streams: The streams on which copies start and complete.
+            page_nbytes: Size of a page as transferred, in bytes.
+            layers: The layer groups that pages are divided into. None to copy whole pages.
+            pieces: Number of driver copies per page and launch. 0 if a kernel does the copying.
+            new_event: Creates the events that are recorded before and after the copies of a flight.
         """
         self.arrived: deque[Job] = deque()
         """Submitted jobs that the engine has not passed to ``add`` yet."""
         self.launching = False
-        """Whether the lane's thread is launching."""
+        """Whether the lane's thread is launching a flight."""
         self.resting = False
-        """Whether the lane's thread waits to be woken."""
+        """Whether the lane's thread is waiting until it is woken."""
         self.nbytes = 0
         """Bytes in flight."""
         self._copy = copy
@@ -353,23 +373,23 @@ class Lane:
         self._waves: Waves[Job] = Waves(self._groups)
         self._flying: deque[Flight] = deque()
         self._loading: dict[int, Job] = {}
-        """Jobs to HBM that have not ended, by transfer ID."""
+        """Unfinished jobs that load into HBM, by transfer ID."""
         self._spare: list[TimedEvent] = []
         self._number = 0
         self._added = 0.0
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs that are not launched completely."""
+        """Return the number of jobs passed to ``add`` that are not fully launched."""
         return len(self._waves)
 
     @property
     def busy(self) -> bool:
-        """Return whether any job waits or is in flight."""
+        """Return whether any job is waiting or in flight."""
         return bool(self.arrived or self._waves or self._flying or self.launching)
 
     def add(self, job: Job) -> None:
-        """Add a job whose host memory is page-locked, for a launch in its turn."""
+        """Add a job to the queue. Its host slots must be in pinned memory."""
         self._waves.add(job, job.pages)
         self._added = monotonic()
         if job.transfer.dst == Tier.HBM:
@@ -377,29 +397,32 @@ class Lane:
 
     @property
     def growing(self) -> bool:
-        """Return whether a job was added within the last 5 ms, so that more are likely to come."""
+        """Return whether a job was added within the last 5 ms, which makes more jobs likely."""
         return monotonic() - self._added < _JUST_NOW_S
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Return whether more jobs are likely to come now and would be launched before the next one."""
+        """Return whether new jobs are likely to arrive and would be launched before the next waiting one."""
         return self._waves.open and self._waves.first()[1] > 0 and self.growing
 
     def fills(self, most_nbytes: int, most_pieces: int) -> bool:
-        """Return whether the jobs that wait for the next layer group fill a launch of this size."""
+        """Return whether the jobs that ``take`` would choose from are enough to fill a launch with these limits."""
         return self._waves.size_at_hand() >= self._most_pages(most_nbytes, most_pieces)
 
     @property
     def next_pieces(self) -> int:
-        """Return the number of copies that the next launch asks the driver for at least."""
+        """Return the minimum number of driver copies in the next launch."""
         return self._waves.first()[0].pages * self._pieces
 
     def pieces_of(self, flight: Flight) -> int:
-        """Return the number of copies that the flight asks the driver for at most."""
+        """Return the maximum number of driver copies in the flight."""
         return sum(job.pages for job in flight.jobs) * self._pieces
 
     def take(self, most_nbytes: int, most_pieces: int) -> Flight:
-        """Take the next jobs and return their flight, within both limits but of at least one transfer."""
+        """Take the next jobs and return their flight.
+
+        The flight respects both limits, except that a single transfer may exceed them.
+        """
         jobs, group = self._waves.take(self._most_pages(most_nbytes, most_pieces))
         return self._flight(jobs, group if self._groups > 1 else None)
 
@@ -409,18 +432,18 @@ class Lane:
 
     @property
     def alone(self) -> Job | None:
-        """Return the waiting job if there is only one and no layer group of it was launched, else None."""
+        """Return the waiting job if it is the only one and none of its layer groups has been launched, else None."""
         job, _ = self._waves.first()
         return None if len(self._waves) > 1 or job.flights or job.airborne else job
 
     def take_whole(self) -> Flight:
-        """Take the only waiting job (see ``alone``) and return a flight with all of its layers."""
+        """Take the only waiting job (see ``alone``) and return a flight for all of its layers."""
         return self._flight([self._waves.take_whole()], None)
 
     def launch(self, flight: Flight) -> None:
-        """Queue the copies of a flight and record its events before and after them.
+        """Queue the copies of a flight, and record an event before and after them. May block in the driver.
 
-        May block in the driver.
+        If the driver fails, log the error and mark the flight as broken.
         """
         first = flight.jobs[0]
         slots, host = first.device_slots, first.host_slots
@@ -432,7 +455,8 @@ class Lane:
             try:
                 flight.refused = self._copy(flight.group, slots, host, self.stream)
             finally:
-                # Recorded after an error too: pieces that were queued before the error may still write.
+                # Record the event even after an error: pieces that were queued before the error may still
+                # write.
                 flight.ended.record(self._last)
         except RuntimeError:
             flight.broken = True
@@ -440,7 +464,7 @@ class Lane:
             _log.exception("copy %s -> %s was not queued", transfer.src.name, transfer.dst.name)
 
     def launched(self, flight: Flight) -> None:
-        """Note that ``launch`` has queued a flight."""
+        """Add a flight to those in flight, after ``launch``. If the flight is broken, fail its jobs."""
         self._flying.append(flight)
         self.nbytes += flight.nbytes
         for job in flight.jobs:
@@ -449,7 +473,7 @@ class Lane:
                 self._fail(job, Failure.IO_ERROR)
 
     def land(self) -> list[Job]:
-        """Remove the flights that have ended, and return the jobs that ended with them."""
+        """Remove the completed flights. Return the jobs that have completed or failed with them."""
         ended: list[Job] = []
         while self._flying and self._has_ended(self._flying[0]):
             flight = self._flying.popleft()
@@ -473,9 +497,9 @@ class Lane:
         return ended
 
     def give_up(self) -> list[Job]:
-        """Fail all jobs that are not launched completely, and return those with no copies in flight.
+        """Fail all jobs that are not fully launched, and return those that have no copies in flight.
 
-        ``land`` returns the others when their copies have ended.
+        ``land`` returns the other failed jobs once their copies are complete.
         """
         left = self._waves.clear()
         for job in left:
@@ -488,11 +512,14 @@ class Lane:
         return over
 
     def idle(self) -> bool:
-        """Return whether all launched copies have ended. Their flights remain until ``land`` removes them."""
+        """Return whether all launched copies are complete. Does not remove the flights; ``land`` does."""
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
     def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
-        """Return the progress of this layer in the slots that this lane loads, and the remaining slots."""
+        """Return the progress of loading this layer into those of ``slots`` that this lane is loading.
+
+        Also return the other slots.
+        """
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None
         left = set(slots)
@@ -538,21 +565,21 @@ class Lane:
 
 
 def _seconds(flight: Flight) -> float:
-    """Return the seconds that a flight took.
+    """Return the duration of a flight in seconds.
 
-    If the device cannot tell, mark the flight as broken and return 0.
+    If the device cannot report it, mark the flight as broken and return 0.
     """
     if not flight.broken:
         try:
             return flight.begun.elapsed_time(flight.ended) / 1e3
         except RuntimeError:
             flight.broken = True
-            _log.exception("the device cannot tell how long a copy took")
+            _log.exception("the device cannot report how long a copy took, so the copy counts as failed")
     return 0.0
 
 
 def _happened(event: TimedEvent) -> bool:
     try:
         return has_happened(event)
-    except RuntimeError:  # the device has failed, so no copy runs there any more
+    except RuntimeError:  # the device has failed, so no copy is running on it
         return True

@@ -1,10 +1,10 @@
-"""The routes between device memory and page-locked host slots, their measured speed, and the choice among them.
+"""Copy routes between device memory and pinned host slots, and the choice of the fastest one.
 
-``DmaRoute`` copies each piece by DMA (the card's copy engines), ``KernelRoute`` by the copy kernel. ``slabs``
-has the route through staging buffers, ``quant`` the routes to encoded host memory. ``rates_of`` measures a
-card's link once per process, in a fraction of a second. ``FastestRoute`` chooses for each batch the route
-that is expected to end first. ``own_pool_route`` and ``engine_route`` build the route for a pool. Routes only
-queue work and never wait for it.
+``DmaRoute`` copies each piece by DMA, with the GPU's copy engines. ``KernelRoute`` uses the copy kernel.
+``slabs`` contains the route through staging buffers, and ``quant`` the routes for encoded pages. ``rates_of``
+measures the link of a GPU once per process, in a fraction of a second. ``FastestRoute`` picks, for each
+batch, the route that is expected to finish first. ``own_pool_route`` and ``engine_route`` build the route for
+a pool. Routes queue work and never wait for it.
 """
 
 from __future__ import annotations
@@ -41,53 +41,53 @@ if TYPE_CHECKING:
 
 
 class Route(Protocol):
-    """Queues copies of pages between slots in device memory and addresses of page-locked host memory.
+    """Queues page copies between slots in device memory and addresses in pinned host memory.
 
-    Each method returns int32 flags, one per page. A flag that is not 0 once the copies have ended means that
-    the page was not copied because the codec cannot encode or decode it. The result is None if no page can
-    fail in this way.
+    ``load``, ``load_group`` and ``save`` return int32 flags, one per page, which are valid once the copies are
+    complete. A nonzero flag means that the codec could not encode or decode the page; the content of its
+    destination is then undefined. The result is None if this cannot happen.
     """
 
     name: str
-    """The name of the route in ``stats()``."""
+    """Name of the route in ``stats()``."""
     pieces: int
-    """Number of copies that each page asks the driver for."""
+    """Number of driver copies per page."""
     layers: LayerGroups | None
-    """The layer groups of ``load_group``. None if pages are only loaded whole."""
+    """The layer groups that ``load_group`` can load. None if the route can only load whole pages."""
     group_pieces: int
-    """Most copies that a page of a ``load_group`` asks the driver for."""
+    """Maximum number of driver copies per page in ``load_group``."""
     loads_end_on: torch.cuda.Stream | None
-    """The stream on which loads end. None if it is the stream that the load is given."""
+    """The stream on which loads complete. None if they complete on the stream passed to ``load``."""
     streams: Sequence[torch.cuda.Stream]
-    """The streams that the route uses besides the one that a copy is given."""
+    """Streams that the route uses in addition to the stream passed to each method."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, host to device.
+        """Queue host-to-device copies of whole pages.
 
         Args:
             slots: Slots in device memory, int64 ``[pages]``.
             host: Addresses of the pages in host memory, int64 ``[pages]``.
-            stream: The stream on which the copies begin. They end on ``loads_end_on``.
+            stream: The stream on which the copies start. They complete on ``loads_end_on``.
         """
         ...
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
+        """Queue host-to-device copies of the layer group with index ``group`` on ``stream``."""
         ...
 
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, device to host, on ``stream``."""
+        """Queue device-to-host copies of whole pages on ``stream``."""
         ...
 
 
 class WholePages:
-    """Base of routes that load whole pages on the stream they are given."""
+    """Base class for routes that can only load whole pages, on the stream passed to ``load``."""
 
     pieces = 1
     layers: LayerGroups | None = None
@@ -98,12 +98,12 @@ class WholePages:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> None:
-        """Raise NotImplementedError. Nothing calls this, because ``layers`` is None."""
+        """Raise NotImplementedError. Never called, because ``layers`` is None."""
         raise NotImplementedError
 
 
 class DmaRoute:
-    """Copies by DMA, one for each piece of a page."""
+    """Copies pages by DMA, with one driver copy per piece."""
 
     name = "straight"
     loads_end_on: torch.cuda.Stream | None = None
@@ -121,8 +121,9 @@ class DmaRoute:
         Args:
             segments: The pieces of a page.
             driver: The driver of the device.
-            layers: The layer groups that pages are cut into.
-            groups: The pieces of each of ``layers``. With fewer than two groups, pages are only loaded whole.
+            layers: The layer groups that pages are divided into.
+            groups: The pieces of each layer group. With fewer than two groups, the route can only load whole
+                pages.
         """
         self.layers = layers if len(groups) > 1 else None
         self.pieces = len(segments)
@@ -132,19 +133,19 @@ class DmaRoute:
         self._driver = driver
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of whole pages, host to device, on ``stream``."""
+        """Queue host-to-device copies of whole pages on ``stream``."""
         there, here, nbytes = _pieces(self._segments, slots, host)
         self._driver.copy(there, here, nbytes, stream)
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> None:
-        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
+        """Queue host-to-device copies of the layer group with index ``group`` on ``stream``."""
         there, here, nbytes = _pieces(self._groups[group], slots, host)
         self._driver.copy(there, here, nbytes, stream)
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of whole pages, device to host, on ``stream``."""
+        """Queue device-to-host copies of whole pages on ``stream``."""
         there, here, nbytes = _pieces(self._segments, slots, host)
         self._driver.copy(here, there, nbytes, stream)
 
@@ -158,41 +159,45 @@ def _pieces(
 
 
 class KernelRoute(WholePages):
-    """Copies by the copy kernel, directly between slots and mapped host memory."""
+    """Copies pages with the copy kernel, directly between slots and mapped host memory."""
 
     name = "kernel"
     pieces = 0
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        """Compile the kernel for the pieces of a page, which ``suits`` must accept.
+        """Compile the kernel for the pieces of a page. ``suits`` must accept the pieces.
 
-        ImportError without cupy.
+        Raises:
+            ImportError: cupy is not installed.
         """
         self._up, self._down = (Pieces(segments, device, grid) for grid in (UP, DOWN))
 
     @staticmethod
     def suits(segments: Segments | None) -> bool:
-        """Return whether the kernel can copy pages of these pieces at a good speed."""
+        """Return whether the kernel is efficient for pages that consist of these pieces."""
         return Pieces.suits(segments)
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of whole pages, host to device, on ``stream``."""
+        """Queue host-to-device copies of whole pages on ``stream``."""
         self._up.scatter(slots, host, stream)
 
     def save(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of whole pages, device to host, on ``stream``."""
+        """Queue device-to-host copies of whole pages on ``stream``."""
         self._down.gather(slots, host, stream)
 
 
 Way = Literal["dma", "kernel"]
 Direction = Literal["up", "down"]
-"""``up`` is to the device, ``down`` to the host."""
+"""``up`` means host to device, ``down`` means device to host."""
 
 SIZES = (4 << 10, 32 << 10, 128 << 10, 512 << 10)
-"""Sizes in bytes of the pieces to measure."""
+"""Piece sizes to measure, in bytes."""
 
 FEW = 8
-"""Number of pieces in the smaller batch. The larger one has ``MANY_NBYTES``, but at most ``MOST`` pieces."""
+"""Number of pieces in the smaller of the two batches that are measured for each piece size.
+
+The larger batch has ``MANY_NBYTES`` bytes, but at most ``MOST`` pieces.
+"""
 
 MANY_NBYTES = 16 << 20
 MOST = 1024
@@ -200,7 +205,10 @@ MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The measured cost of pieces of ``nbytes``: a batch of n takes ``fixed_s + n * piece_s`` seconds."""
+    """Measured cost for pieces of ``nbytes`` bytes.
+
+    A batch of n pieces takes ``fixed_s + n * piece_s`` seconds.
+    """
 
     nbytes: int
     fixed_s: float
@@ -209,19 +217,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The measured costs of copies.
+    """Measured costs of copies.
 
-    ``points`` has them by way and direction, in ascending order of the size of a piece. A way that is missing
-    cannot be used.
+    ``points`` maps each pair of method and direction to the costs measured for it, one ``Point`` per piece size,
+    in ascending order of size. A method without points cannot be used.
     """
 
     points: Mapping[tuple[Way, Direction], Sequence[Point]]
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """Return the seconds that ``pieces`` pieces of ``nbytes`` take, infinity for an unmeasured way.
+        """Return the expected time in seconds for one batch of ``pieces`` pieces of ``nbytes`` bytes each.
 
-        Between two measured sizes, costs are interpolated over the logarithm of the size. Above the largest
-        size the cost of a piece grows with its size. Below the smallest size the cost is constant.
+        The time is infinite if ``way`` was not measured. Between two measured piece sizes, costs are
+        interpolated on the logarithm of the size. Above the largest one, the cost of a piece is proportional
+        to its size. Below the smallest one, a piece costs as much as one of the smallest size.
         """
         points = self.points.get((way, direction))
         if not points:
@@ -238,7 +247,11 @@ class Rates:
         return fixed + pieces * piece
 
     def plain(self) -> dict[str, dict[int, float]]:
-        """Return the throughput of large batches in 10^9 bytes/s, by way, direction and size of a piece."""
+        """Return the throughput of large batches in GB/s (10^9 bytes/s), by copy method and piece size.
+
+        The outer keys are method and direction, for example "dma up". The inner keys are piece sizes in
+        bytes.
+        """
         return {
             f"{way} {direction}": {p.nbytes: round(p.nbytes / p.piece_s / 1e9, 2) for p in points}
             for (way, direction), points in self.points.items()
@@ -246,9 +259,10 @@ class Rates:
 
 
 def measured(ways: Sequence[Way], measure: Callable[[Way, Direction, int, int], float]) -> Rates:
-    """Return the rates that ``measure`` finds.
+    """Measure all piece sizes in both directions, and return the rates.
 
-    ``measure`` is called with way, direction, bytes of a piece and number of pieces, and returns seconds.
+    ``measure`` copies one batch and returns the time in seconds. It takes the method, the direction, the piece
+    size in bytes and the number of pieces.
     """
     directions: tuple[Direction, ...] = ("up", "down")
     return Rates(
@@ -267,20 +281,20 @@ def _point(
     short, long = measure(way, direction, nbytes, FEW), measure(way, direction, nbytes, many)
     piece = max(
         (long - short) / (many - FEW), long / many / 10
-    )  # even if the clock says otherwise, more pieces take longer
+    )  # more pieces always take longer, even if the clock disagrees
     return Point(nbytes, max(0.0, long - many * piece), piece)
 
 
 KERNEL_HANDICAP = 1.1
-"""Factor by which the kernel must beat DMA to be chosen.
+"""Factor by which the kernel must be faster than DMA to be chosen.
 
-The kernel takes multiprocessors and memory bandwidth from compute.
+The kernel takes multiprocessors and memory bandwidth away from compute.
 """
 
 MOST_PIECES = 128
-"""Most copies that a batch may ask the driver for if there is another route.
+"""Maximum number of driver copies per batch, unless every route needs more.
 
-Each copy takes a microsecond of the caller's time.
+Each copy costs the caller about one microsecond.
 """
 
 _A_TRANSFER = 32
@@ -289,26 +303,32 @@ _A_TRANSFER = 32
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A route to choose from, with its cost: ``pieces`` pieces of ``piece_nbytes`` per page, by ``way``."""
+    """A candidate route, and what determines its cost.
+
+    The route copies each page as ``pieces`` pieces of ``piece_nbytes`` bytes, with the method ``way``.
+    """
 
     route: Route
     way: Way
     pieces: int
     piece_nbytes: int
     extra_s: float = 0.0
-    """Additional seconds per batch."""
+    """Additional time per batch, in seconds."""
 
     def seconds(self, rates: Rates, direction: Direction, pages: int) -> float:
-        """Return the seconds that a batch is expected to take, times ``KERNEL_HANDICAP`` for the kernel."""
+        """Return the expected time in seconds for a batch of ``pages`` pages.
+
+        For the kernel, the time of the copies is multiplied by ``KERNEL_HANDICAP``.
+        """
         handicap = KERNEL_HANDICAP if self.way == "kernel" else 1.0
         crossing = rates.seconds(self.way, direction, self.piece_nbytes, pages * self.pieces)
         return handicap * crossing + self.extra_s
 
 
 class FastestRoute:
-    """Combines several routes: each batch takes the route that is expected to end first.
+    """Combines several routes and sends each batch over the one that is expected to finish first.
 
-    Loads by layer groups always take the same route, the fastest of those that support them.
+    Loads by layer group always use the fastest route that supports them.
     """
 
     def __init__(
@@ -319,11 +339,11 @@ class FastestRoute:
         Args:
             options: The routes and their costs.
             rates: The measured costs of copies.
-            side: The stream on which loads of one of the routes end. Loads of the others are made to end
-                there too.
+            side: The stream on which all loads complete, whatever route they take. It is the ``loads_end_on``
+                of one of the routes. None if every route completes its loads on the stream passed to ``load``.
         """
         self.batches: dict[str, int] = {option.route.name: 0 for option in options}
-        """Number of batches so far, by route."""
+        """Number of batches so far, by route name."""
         self._options = options
         self._rates = rates
         layered = [option for option in options if option.route.layers is not None]
@@ -340,7 +360,7 @@ class FastestRoute:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, host to device, on ``stream``."""
+        """Queue host-to-device copies of whole pages on ``stream``. Return the flags of the pages; see ``Route``."""
         route = self._pick("up", len(slots))
         flags = route.load(slots, host, stream)
         self._join(route, stream)
@@ -349,7 +369,7 @@ class FastestRoute:
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of one group of ``layers``, host to device, on ``stream``."""
+        """Queue host-to-device copies of the layer group with index ``group`` on ``stream``."""
         assert self._layered is not None
         flags = self._layered.load_group(group, slots, host, stream)
         self._join(self._layered, stream)
@@ -358,7 +378,7 @@ class FastestRoute:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, device to host, on ``stream``."""
+        """Queue device-to-host copies of whole pages on ``stream``."""
         return self._pick("down", len(slots)).save(slots, host, stream)
 
     def _pick(self, direction: Direction, pages: int) -> Route:
@@ -381,10 +401,11 @@ _lock = Lock()
 
 
 def rates_of(driver: Driver, device: torch.device) -> Rates:
-    """Return the rates of the device's link, which the first call in a process measures.
+    """Return the transfer rates of the device's link. Thread-safe.
 
-    The measurement takes about 0.1 s. Other work on the link or the card during it lowers the measured rates.
-    Without cupy only DMA is measured.
+    The first call for a device measures them, which blocks for about 0.1 s. Other work on the link or the GPU
+    during that time lowers the rates. Later calls in the process return the same rates. Without cupy, only DMA
+    is measured.
     """
     with _lock:
         if device.index not in _found:
@@ -395,7 +416,7 @@ def rates_of(driver: Driver, device: torch.device) -> Rates:
 
 
 class _Bed:
-    """Measures the link: has memory at both ends, and copies pieces of it by the driver and by kernels."""
+    """Measures the link with copies between a device buffer and a pinned host buffer."""
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         nbytes = max(MANY_NBYTES, max(SIZES) * FEW)
@@ -407,7 +428,7 @@ class _Bed:
         self._movers: dict[tuple[int, Direction], Pieces] = {}
 
     def rates(self) -> Rates:
-        """Return all measured rates."""
+        """Measure and return all rates."""
         try:
             self._mover(SIZES[0], "up")
         except ImportError:
@@ -415,19 +436,21 @@ class _Bed:
         return measured(["dma", "kernel"], self.seconds)
 
     def seconds(self, way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-        """Return the wall time of the shortest of a few runs, including submission."""
+        """Copy a batch several times, and return the shortest wall time in seconds, including submission."""
         slots = np.random.default_rng(0).permutation(min(MOST, len(self._host) // nbytes)).astype(np.int64)
         slots = slots[:pieces]
         host = self._host.data_ptr() + slots[::-1] * nbytes
         runs = []
         for _ in range(_RUNS + 1):
             start = perf_counter()
-            if way == "kernel":
-                mover = self._mover(nbytes, direction)
-                (mover.scatter if direction == "up" else mover.gather)(slots, host, self._stream)
-            else:
-                self._dma(direction, slots * nbytes + self._there.data_ptr(), host, nbytes)
-            self._stream.synchronize()
+            try:
+                if way == "kernel":
+                    mover = self._mover(nbytes, direction)
+                    (mover.scatter if direction == "up" else mover.gather)(slots, host, self._stream)
+                else:
+                    self._dma(direction, slots * nbytes + self._there.data_ptr(), host, nbytes)
+            finally:
+                self._stream.synchronize()  # or the buffers could be freed with copies in flight
             runs.append(perf_counter() - start)
         return min(runs[1:])
 
@@ -450,19 +473,19 @@ class _Bed:
 
 
 _MOST_LISTED = 1 << 16
-"""Most pieces of a page for which a list of pieces is made."""
+"""Maximum number of pieces per page for routes that keep a list of all pieces."""
 
 _MOST_PIECES = 128
-"""Most pieces of a page for which each is copied by the driver."""
+"""Maximum number of pieces per page for the route that copies every piece by DMA."""
 
 _SPREAD_S = 50e-6
-"""Seconds to spread the last slab, which cannot overlap with copies."""
+"""Time to scatter the last slab of a batch, in seconds. It cannot overlap with copies of that batch."""
 
 _LAUNCH_S = 10e-6
-"""Seconds of a torch kernel launch. Each layer needs one or two."""
+"""Time to launch a torch kernel, in seconds. Each layer needs one or two launches."""
 
 SLAB_NBYTES = 32 << 20
-"""Bytes of a slab for unencoded pages."""
+"""Size of a slab for unencoded pages, in bytes."""
 
 _PART_ALIGNMENT = 512
 
@@ -476,15 +499,16 @@ def own_pool_route(
 ) -> Route:
     """Return the route for the store's own slots.
 
-    Pages are copied by DMA. If they are so small that the copy kernel may be faster, the route may choose
-    that. ``most_groups`` limits the number of layer groups of a load.
+    Pages are copied by DMA. If pages have at most ``SIZES[-1]`` bytes and cupy is installed, each batch is
+    copied by DMA or by the copy kernel, whichever is expected to be faster. ``most_groups`` limits the number
+    of layer groups per load.
     """
     layers = LayerGroups.of(layout, most_groups)
     straight = DmaRoute(pool.segments, driver, layers, pool.groups(layers))
     if layout.blob_nbytes > SIZES[-1] or not KernelRoute.suits(pool.segments):
         return straight
     options = [Option(straight, "dma", 1, layout.blob_nbytes)]
-    with suppress(ImportError):  # cupy comes with the extra "gpu"; DMA does not need it
+    with suppress(ImportError):  # cupy is part of the extra "gpu"; DMA works without it
         options.append(Option(KernelRoute(pool.segments, device), "kernel", 1, layout.blob_nbytes))
     return FastestRoute(options, rates_of(driver, device)) if len(options) > 1 else straight
 
@@ -496,11 +520,17 @@ def engine_route(
     device: torch.device,
     most_groups: int = MOST_GROUPS,
 ) -> Route:
-    """Return the route for an engine's tensors, which chooses the fastest of the routes that suit them.
+    """Return the route for an engine's tensors.
 
-    Pages are copied piece by piece, by DMA or by the copy kernel, or as whole pages through slabs. ``layers``
-    has the layers ``[slots, planes, tokens, heads, dim]``, one sequence for each KV group. ``most_groups``
-    limits the number of layer groups of a load.
+    Each batch takes the route that is expected to be fastest: piece by piece, by DMA or with the copy kernel,
+    or as whole pages through slabs. Large pages that are contiguous in the tensors are always copied by DMA.
+
+    Args:
+        layers: One sequence per KV group, with a tensor ``[slots, planes, tokens, heads, dim]`` per layer.
+        layout: The layout of a page.
+        driver: The driver of the device.
+        device: The GPU.
+        most_groups: Maximum number of layer groups per load.
     """
     groups = LayerGroups.of(layout, most_groups)
     found = addresses.tensor_segments(layers, layout, _MOST_LISTED)
@@ -518,7 +548,7 @@ def engine_route(
 
 
 def misses_kernel(route: Route, layout: PageLayout) -> bool:
-    """Return whether cupy is missing and this route could otherwise choose the copy kernel."""
+    """Return whether cupy is missing although this route could use the copy kernel."""
     small = isinstance(route, FastestRoute) or layout.blob_nbytes <= SIZES[-1]
     return small and find_spec("cupy") is None
 
@@ -532,11 +562,18 @@ def through_slabs(
     *,
     slab_nbytes: int = SLAB_NBYTES,
 ) -> SlabRoute:
-    """Return the route for unencoded pages to and from an engine's layers, through slabs.
+    """Return a route that copies unencoded pages between an engine's tensors and host memory through slabs.
 
-    The copy kernel spreads a slab, or torch's kernels if the copy kernel does not suit the pieces or cupy is
-    missing. ``by_layers`` are the layer groups that loads are cut into, if the copy kernel can spread each
-    part. ``slab_nbytes`` is the approximate size of a slab, which holds at least one page.
+    The copy kernel moves pages between slabs and tensors. Torch's kernels do this instead if cupy is missing or
+    the copy kernel is not suited to the pieces.
+
+    Args:
+        layers: One sequence per KV group, with a tensor ``[slots, planes, tokens, heads, dim]`` per layer.
+        layout: The layout of a page.
+        driver: The driver of the device.
+        device: The GPU.
+        by_layers: Layer groups for loads. Ignored unless the copy kernel is suited to every part of them.
+        slab_nbytes: Slab size in bytes. It is rounded down to whole pages, but to no less than one page.
     """
     nbytes = max(1, slab_nbytes // layout.slot_nbytes) * layout.slot_nbytes
     up, down = (Ring.open(nbytes, driver, device) for _ in "ud")
@@ -554,9 +591,9 @@ def through_slabs(
 def dma_copies(
     ring: Ring, coder: RowCoder, stride: int, pieces: Sequence[tuple[int, int, int]], driver: Driver
 ) -> SlabCopies:
-    """Return copies through the ring whose rows, ``stride`` bytes apart, cross the link by DMA.
+    """Return a ``SlabCopies`` that transfers the rows of the slabs in ``ring`` by DMA.
 
-    ``pieces`` are those of a row, see ``addresses.row_segments``.
+    Rows are ``stride`` bytes apart. ``pieces`` describes the pieces of a row; see ``addresses.row_segments``.
     """
     rows = [addresses.row_segments(at, stride, pieces) for at in ring.addresses]
     return SlabCopies(ring, coder, stride, [DmaRoute(segments, driver) for segments in rows])
@@ -575,9 +612,11 @@ def _piece_by_piece(
     if number <= _MOST_PIECES:
         groups = addresses.tensor_group_segments(layers, layout, by_layers, _MOST_PIECES)
         options.append(Option(DmaRoute(found, driver, by_layers, groups), "dma", number, nbytes))
-    if KernelRoute.suits(found):
+    equal = addresses.in_equal_pieces(found)
+    if equal is not None:
         with suppress(ImportError):
-            options.append(Option(KernelRoute(found, device), "kernel", number, nbytes))
+            kernel = KernelRoute(found, device)
+            options.append(Option(kernel, "kernel", len(equal), int(equal.nbytes[0])))
     return options
 
 
@@ -600,7 +639,7 @@ def _part_by_part(
     driver: Driver,
     device: torch.device,
 ) -> list[list[SlabCopies]]:
-    """Return the loads of each layer group, or an empty list if the copy kernel cannot copy a part."""
+    """Return the loads of each layer group, or an empty list if the copy kernel is not installed or is inefficient."""
     groups = []
     for parts in by_layers.parts:
         group = []
@@ -618,9 +657,9 @@ def _part_by_part(
 
 
 def part_copies(ring: Ring, mover: PieceMover, part: Part, driver: Driver) -> SlabCopies:
-    """Return the loads of some layers of unencoded pages, through the ring.
+    """Return a ``SlabCopies`` that loads the layers in ``part``, which are not encoded, through ``ring``.
 
-    ``mover`` moves the pieces of these layers.
+    ``mover`` moves the pieces of these layers from the slabs into the slots.
     """
     stride = -(-part.nbytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
     coder = ByPieces(mover, None, stride, offset=part.offset)

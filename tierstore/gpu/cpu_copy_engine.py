@@ -1,8 +1,9 @@
-"""The copy engine that runs on threads, and the ``CopyEngine`` protocol, which the CUDA engine implements too.
+"""A copy engine that runs on CPU threads, and the ``CopyEngine`` protocol that every copy engine implements.
 
-``CpuCopyEngine`` has a thread for each direction and copies all memory that DMA cannot reach. ``LayerLoads``
-copies loads on a thread, layer group by layer group. The slots of a transfer belong to the engine until its
-ack is polled. An engine does not know which pages are resident where.
+``CpuCopyEngine`` has one thread per direction. The CUDA engine passes it the transfers whose host memory is
+not pinned. ``LayerLoads`` loads pages layer group by layer group on a thread of its own. A transfer's slots
+belong to the engine from ``submit`` until ``poll`` returns the transfer's ack. Copy engines do not track
+which pages are resident in which tier.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Condition
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,7 @@ from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.errors import IntegrityError
 from tierstore.gpu.copy_queue import Waves
 from tierstore.gpu.events import HERE, NOT_YET, Arriving
-from tierstore.threads import start_all
+from tierstore.threads import Worker, start_all
 from tierstore.types import Ack, Failure, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class _Load:
 
 
 class LayerLoads:
-    """Copies pages to HBM on a thread of its own, layer group by layer group."""
+    """Copies pages to HBM on its own thread, layer group by layer group."""
 
     def __init__(
         self,
@@ -59,11 +60,11 @@ class LayerLoads:
 
         Args:
             hbm: The slots to copy into.
-            host: The slots to copy from, which hold unencoded pages.
-            page_nbytes: Bytes of a page, for acks.
-            layers: The layer groups that pages are cut into.
-            moved: Called on the thread after each group, with the ack if the transfer has ended, else with
-                None.
+            host: The slots to copy from. They contain unencoded pages.
+            page_nbytes: Size of a page in bytes, reported in acks.
+            layers: The layer groups that pages are divided into.
+            moved: Called on the thread with the ack once a transfer has completed or failed, and with None
+                after each earlier layer group.
         """
         self._hbm = hbm
         self._host = host
@@ -74,7 +75,7 @@ class LayerLoads:
         self._loading: dict[int, _Load] = {}
         self._closing = False
         self._turn = Condition()
-        self._thread = Thread(target=self._run, name="tierstore-copy-to-HBM", daemon=True)
+        self._thread = Worker(self._run, name="tierstore-copy-to-HBM")
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
@@ -86,14 +87,20 @@ class LayerLoads:
             self._turn.notify()
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return the progress of this layer's loads into these HBM slots. Thread-safe."""
+        """Return ``HERE`` if unfinished loads have already copied this layer into all of these HBM slots.
+
+        Otherwise return ``NOT_YET``. Thread-safe.
+        """
         group = self._layers.holding(layer)
         with self._turn:
             loads = map(self._loading.get, slots)
             return HERE if all(x is not None and x.copied > group for x in loads) else NOT_YET
 
     def close(self, timeout_s: float) -> bool:
-        """Fail the loads that are not complete. Return whether the thread ended within ``timeout_s``."""
+        """Fail all unfinished loads and wait for the thread to exit.
+
+        Return whether it exited within ``timeout_s`` seconds.
+        """
         with self._turn:
             self._closing = True
             self._turn.notify()
@@ -135,7 +142,7 @@ class LayerLoads:
                 page = self._host.view(src_slot)
                 for part in self._layers.parts[group]:
                     self._hbm.write_part(dst_slot, page, part)
-        except Exception:  # noqa: BLE001 - the top of a thread: the transfer fails, the thread goes on
+        except Exception:  # noqa: BLE001 - the top of a thread: fail the transfer and continue
             _layer_loads_log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
             return Failure.IO_ERROR
         with self._turn:
@@ -163,45 +170,57 @@ _GRACE_S = 5.0
 
 
 class HostBytes(Protocol):
-    """Page slots in host memory that threads can read and write."""
+    """The slots of the host tier, whose bytes CPU threads can read and write."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the slot's page in place: flat uint8 ``[held.view_nbytes]``, writable."""
+        """Return a writable view of the slot's page or payload, flat uint8 ``[HostFormat.view_nbytes]``."""
         ...
 
 
 class CopyEngine(Protocol):
-    """A copy engine as the mover uses it. Any thread may call any method."""
+    """The interface between the mover and a copy engine. All methods are thread-safe."""
 
     @property
     def polled(self) -> bool:
-        """Return whether ``poll`` must be called, because transfers in flight wake no thread at their end."""
+        """Return whether the caller must keep calling ``poll`` now.
+
+        An engine that calls ``wake`` for every ack returns False. Any other engine returns True as long as a
+        transfer is unfinished or ``poll`` has not returned its ack.
+        """
         ...
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer between HBM and HOST. Never blocks. Transfers of one direction end in order."""
+        """Queue a transfer between HBM and host memory. Never blocks.
+
+        Transfers in the same direction complete in the order of submission.
+        """
         ...
 
     def poll(self) -> list[Ack]:
-        """Return the acks of the transfers that ended since the last call."""
+        """Return the acks of all transfers that completed or failed since the last call."""
         ...
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return the progress of this layer's loads into these HBM slots.
+        """Return the progress of loading this layer into these HBM slots.
 
-        The engine does not know loads whose acks were polled.
+        Only loads in progress are known. The engine forgets a load as soon as it has completed or failed, and
+        returns ``NOT_YET`` for its slots from then on.
         """
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Fail copies that have not started and wait for the others. Return whether they ended in time."""
+        """Fail transfers that have not started, and wait for those in progress.
+
+        Return whether all of these completed within ``timeout_s`` seconds.
+        """
         ...
 
 
 class CpuCopyEngine:
-    """A ``CopyEngine`` with one thread for each direction, which also encodes or decodes.
+    """A ``CopyEngine`` with one thread per direction, which also encodes and decodes pages.
 
-    First in, first out.
+    A thread copies one transfer after the other, in the order of submission. If pages are loaded by layer
+    group, a third thread loads them (``LayerLoads``).
     """
 
     def __init__(
@@ -216,12 +235,12 @@ class CpuCopyEngine:
         """Start the threads.
 
         Args:
-            hbm: The slots of HBM.
-            host: The slots of host memory.
-            page_nbytes: Bytes of a page, for acks.
-            wake: Called by a thread after each ack and each layer group.
+            hbm: The slots in HBM.
+            host: The slots in host memory.
+            page_nbytes: Size of a page in bytes, reported in acks.
+            wake: Called by a thread when ``poll`` has a new ack, and after each layer group.
             held: The format of pages in host memory. None if they are not encoded.
-            layers: The layer groups of loads of unencoded pages. None if pages are loaded whole.
+            layers: The layer groups for loads of unencoded pages. None to load whole pages.
         """
         encoded = held is not None and held.encoded
         self._packer = Packer(held) if held is not None and encoded else None
@@ -240,14 +259,14 @@ class CpuCopyEngine:
             Tier.HBM: SimpleQueue(),
         }
         self._threads = [
-            Thread(target=self._run, args=(queue,), name=f"tierstore-copy-to-{dst.name}", daemon=True)
+            Worker(self._run, queue, name=f"tierstore-copy-to-{dst.name}")
             for dst, queue in self._queues.items()
         ]
         start_all(self._threads, partial(self._end, _GRACE_S))
 
     @property
     def polled(self) -> bool:
-        """Return False, because each ack calls ``wake``."""
+        """Return False, because the engine calls ``wake`` whenever ``poll`` has a new ack."""
         return False
 
     def submit(self, transfer: Transfer) -> None:
@@ -258,20 +277,20 @@ class CpuCopyEngine:
             self._queues[transfer.dst].put(transfer)
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return the progress of this layer's loads into these HBM slots."""
+        """Return the progress of loading this layer into these HBM slots. See ``CopyEngine``."""
         return NOT_YET if self._by_layers is None else self._by_layers.arriving(slots, layer)
 
     def poll(self) -> list[Ack]:
-        """Return the acks of the transfers that ended since the last call."""
+        """Return the acks of all transfers that completed or failed since the last call."""
         acks: list[Ack] = []
         while self._acks:
             acks.append(self._acks.popleft())
         return acks
 
     def close(self, timeout_s: float) -> bool:
-        """Fail copies that have not started and wait for the others.
+        """Fail transfers that have not started, and wait for the threads to finish those in progress.
 
-        Return whether all threads ended in time.
+        Return whether all threads exited within ``timeout_s`` seconds.
         """
         self._closing = True
         deadline = perf_counter() + timeout_s
@@ -281,9 +300,9 @@ class CpuCopyEngine:
         return ended and not any(thread.is_alive() for thread in self._threads)
 
     def _end(self, timeout_s: float) -> bool:
-        """Tell all threads to end.
+        """Ask all threads to exit, and wait up to ``timeout_s`` seconds for the thread of ``LayerLoads``.
 
-        Return whether the thread that copies by layer groups has ended, if any.
+        Return False if that thread is still running.
         """
         for queue in self._queues.values():
             queue.put(None)
@@ -293,7 +312,7 @@ class CpuCopyEngine:
         while (transfer := queue.get()) is not None:
             try:
                 ack = self._failed(transfer, Failure.CLOSED) if self._closing else self._copy(transfer)
-            except Exception:  # noqa: BLE001 - the top of a thread: the transfer fails, the thread goes on
+            except Exception:  # noqa: BLE001 - the top of a thread: fail the transfer and continue
                 _log.exception("copy %s -> %s failed", transfer.src.name, transfer.dst.name)
                 ack = self._failed(transfer, Failure.IO_ERROR)
             self._moved(ack)
@@ -315,7 +334,7 @@ class CpuCopyEngine:
         )
 
     def _save(self, src_slot: int, dst_slot: int) -> bool:
-        """Copy a page to host memory; return False if its codec cannot represent it."""
+        """Copy a page to host memory. Return False if the codec cannot represent the page."""
         slot = self._host.view(dst_slot)
         if self._packer is None:
             self._hbm.read(src_slot, slot)
@@ -324,14 +343,14 @@ class CpuCopyEngine:
         return self._packer.pack(self._packer.page, slot)
 
     def _load(self, src_slot: int, dst_slot: int) -> bool:
-        """Copy a page to HBM; return False if the host slot holds no payload of its codec."""
+        """Copy a page to HBM. Return False if the host slot does not contain a valid payload of the codec."""
         page = slot = self._host.view(src_slot)
         if self._unpacker is not None:
             page = self._unpacker.page
             try:
                 self._unpacker.unpack(slot, page)
             except IntegrityError as error:
-                _log.warning("a host slot holds no payload of its codec: %s", error)
+                _log.warning("page not loaded: its host slot does not contain a valid payload: %s", error)
                 return False
         self._hbm.write(dst_slot, page)
         return True

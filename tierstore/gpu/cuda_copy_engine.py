@@ -1,20 +1,21 @@
-"""The copy engine of a card: copies between HBM and page-locked host memory, on one stream for each direction.
+"""The copy engine for a GPU: copies between HBM and pinned host memory, on one stream per direction.
 
-Ordering: the store submits a copy when the page's bytes are written, and reuses a slot when its last use has
-ended. So a copy waits only for the copies before it. A transfer keeps its slots until its ack, which comes
-when the event recorded after its last piece has happened.
+Ordering: the store submits a copy after the page's bytes have been written, and reuses a slot after its last
+use has completed. A copy therefore waits only for earlier copies in its direction. A transfer occupies its
+slots until its ack, which is available once the event recorded after its last piece has completed.
 
-A small transfer is launched whole if no other one waits. All others are launched layer group by layer group,
-a little ahead of the link. Pages submitted later still get a layer group before earlier pages get the next
-one. The threads that submit and poll do the launching. A lane's own thread launches only copies that take the
-driver long, and copies that must not wait while no other thread calls. In general it would be slower, because
-Python gives it a turn only every 5 ms while other threads compute.
+A small transfer is launched whole if no other transfer is waiting. All others are launched layer group by
+layer group, slightly ahead of the link, so that pages submitted later can get a layer group before earlier
+pages get their next one. The threads that call ``submit`` and ``poll`` do the launching. Each lane also
+has a thread of its own, but only for copies that take the driver long to queue, and for times when no other
+thread calls the engine. In general, that thread is slower, because it gets the GIL only every 5 ms while
+other threads compute.
 """
 
 from __future__ import annotations
 
 import logging
-from threading import Condition, Thread
+from threading import Condition
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -22,6 +23,7 @@ import torch
 
 from tierstore.gpu.copy_queue import Job, Lane, ack_of, pace_of
 from tierstore.gpu.events import HERE, NOT_YET, Arriving, TimedEvent
+from tierstore.threads import Worker
 from tierstore.types import Ack, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -43,31 +45,31 @@ _ALONE_S = 0.01
 
 
 class PinnedHost(Protocol):
-    """Page slots in host memory; slots below ``pinned_slots`` are page-locked."""
+    """Page slots in host memory. Slots below ``pinned_slots`` are in pinned memory."""
 
     held: HostFormat
-    """The format of pages in host memory, in which they also cross the link."""
+    """The format of pages in host memory. Pages are also transferred in this format."""
 
     @property
     def pinned_slots(self) -> int:
-        """Return the number of slots that are page-locked now, counted from slot 0."""
+        """Return the number of slots that are pinned so far, counted from slot 0."""
         ...
 
     @property
     def pinning(self) -> bool:
-        """Return whether more slots are being page-locked."""
+        """Return whether more slots are still being pinned."""
         ...
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the addresses of these slots, int64."""
+        """Return the addresses of these slots as int64."""
         ...
 
 
 class CudaCopyEngine:
-    """A ``CopyEngine`` over streams and events of a card.
+    """A ``CopyEngine`` based on CUDA streams and events.
 
-    Transfers of a direction end in order. The end of a copy wakes no thread: call ``poll`` as long as
-    ``polled`` is true. Any thread may call any method.
+    Transfers in the same direction complete in the order of submission. Completed copies do not wake
+    a thread, so call ``poll`` while ``polled`` is true. All methods are thread-safe.
     """
 
     def __init__(
@@ -81,16 +83,16 @@ class CudaCopyEngine:
         pace: Pace | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """Set the route and the host slots. A launching thread starts only when it has something to launch.
+        """Set up the engine. Its threads start only when they have something to launch.
 
         Args:
             route: Queues the copies.
-            host: The slots of host memory.
-            streams: The streams for copies to the device and to the host.
-            unpinned: The engine for transfers that touch host slots which will not be page-locked.
-            new_event: Makes the events around copies. None for torch's events.
-            pace: The limits on launches. None for those that fit the format of the pages.
-            wake: Called by a launching thread after each launch, for callers that wait for a layer.
+            host: The slots in host memory.
+            streams: The streams for host-to-device and device-to-host copies.
+            unpinned: The engine for transfers whose host slots will not be pinned.
+            new_event: Creates the events that are recorded before and after copies. None for torch's events.
+            pace: The limits on launches. None to choose them by the format of the pages.
+            wake: Called by a lane's thread after each launch, to wake callers that wait for a layer.
         """
         self._route = route
         self._host = host
@@ -105,7 +107,7 @@ class CudaCopyEngine:
         self._called = 0.0
         """Time of the last ``submit`` or ``poll``."""
         self._turn = Condition()
-        self._threads: dict[Tier, Thread] = {}
+        self._threads: dict[Tier, Worker] = {}
         up, down = streams
         event = new_event or _cuda_event
         self._lanes = {
@@ -117,15 +119,15 @@ class CudaCopyEngine:
 
     @property
     def polled(self) -> bool:
-        """Return whether ``poll`` must be called: copies wait or are in flight, or acks were not polled."""
+        """Return whether ``poll`` must be called, because copies are waiting or in flight or acks are available."""
         return bool(self._ended) or self._unpinned.polled or any(lane.busy for lane in self._lanes.values())
 
     def submit(self, transfer: Transfer) -> None:
         """Queue a transfer.
 
-        It is launched now, or when its host slots are page-locked and the pace allows it.
-
-        Never blocks.
+        It is launched once its host slots are pinned and the limits of ``Pace`` allow it: in this call, in a
+        later call, or by the lane's thread. If its host slots will not be pinned, it is passed to the engine
+        ``unpinned``. Does not wait for copies.
         """
         job = Job.of(transfer)
         with self._turn:
@@ -138,7 +140,10 @@ class CudaCopyEngine:
             self._called = monotonic()
 
     def poll(self) -> list[Ack]:
-        """Launch copies that may start, and return the acks of transfers that ended since the last call."""
+        """Launch copies that may start now.
+
+        Return the acks of all transfers that completed or failed since the last call.
+        """
         acks = self._unpinned.poll()
         with self._turn:
             for dst, lane in self._lanes.items():
@@ -150,7 +155,7 @@ class CudaCopyEngine:
         return acks
 
     def arriving(self, slots: Iterable[int], layer: int) -> Arriving:
-        """Return the progress of this layer's loads into these HBM slots."""
+        """Return the progress of loading this layer into these HBM slots."""
         with self._turn:
             here, others = self._lanes[Tier.HBM].arriving(set(slots), layer)
         there = self._unpinned.arriving(others, layer) if others else HERE
@@ -159,9 +164,9 @@ class CudaCopyEngine:
         return here if there.event is None else there
 
     def close(self, timeout_s: float) -> bool:
-        """Fail copies that are not launched, and wait for the others.
+        """Fail transfers that are not fully launched, and wait for copies in flight and for the threads.
 
-        Return whether they ended in ``timeout_s``.
+        Return whether all copies completed and all threads exited within ``timeout_s`` seconds.
         """
         deadline = monotonic() + timeout_s
         with self._turn:
@@ -169,31 +174,33 @@ class CudaCopyEngine:
             for lane in self._lanes.values():
                 self._ended += lane.give_up()
             self._turn.notify_all()
+        _copying.add(self)
         ended = self._unpinned.close(timeout_s)
         while not self._idle():
             if monotonic() > deadline:
                 return False
             sleep(_POLL_S)
+        _copying.discard(self)
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
         return ended and not any(thread.is_alive() for thread in self._threads.values())
 
     def _idle(self) -> bool:
-        """Return whether every launched copy has ended. Acks stay for ``poll``."""
+        """Return whether all launched copies are complete. Leaves the acks to ``poll``."""
         with self._turn:
             return all(lane.idle() for lane in self._lanes.values())
 
     # -- launching ----------------------------------------------------------------------------------------------
 
     def _advance(self, dst: Tier, launches: int) -> None:
-        """Process ended flights and new jobs, and launch some copies. The caller holds the lock.
+        """Process completed flights and new jobs, and launch at most ``launches`` flights.
 
-        The rest is left for later calls or for the lane's thread.
+        All other launches are left to later calls or to the lane's thread. The caller must hold the lock.
         """
         lane = self._lanes[dst]
         self._ended += lane.land()
         while lane.arrived:
-            # ``pinning`` is read first, because page-locking may end between the two reads.
+            # Read ``pinning`` first, because pinning may finish between the two reads.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
             job = lane.arrived[0]
             if job.host_slots.max(initial=0) < pinned:
@@ -207,7 +214,10 @@ class CudaCopyEngine:
             self._wake_thread(dst)
 
     def _launch(self, lane: Lane, launches: int) -> None:
-        """Launch copies that may start now and do not take the driver long. The caller holds the lock."""
+        """Launch at most ``launches`` flights that may start now and that the driver queues quickly.
+
+        The caller must hold the lock.
+        """
         asked = 0
         for _ in range(launches):
             if not lane.waiting or lane.launching or lane.nbytes >= _depth(lane, self._pace.ahead):
@@ -223,14 +233,14 @@ class CudaCopyEngine:
             lane.launched(flight)
 
     def _whole(self, lane: Lane) -> bool:
-        """Return whether to launch a transfer whole: it is small, not begun, and the only one waiting."""
+        """Return whether to launch a transfer whole: it is small, has not started, and is the only one waiting."""
         alone = lane.alone
         return alone is not None and alone.pages * self._crossing_nbytes <= self._pace.whole
 
     def _better_later(self, lane: Lane) -> bool:
         """Return whether to wait for more transfers that need the same layer group.
 
-        Waiting saves launches, and so the caller's time, while the link has enough to do.
+        While the link has enough work, waiting saves launches, and thereby the caller's time.
         """
         fed = lane.nbytes >= self._pace.enough and lane.growing
         return fed and not lane.fills(self._pace.together, self._pace.pieces)
@@ -238,11 +248,11 @@ class CudaCopyEngine:
     def _wake_thread(self, dst: Tier) -> None:
         if dst not in self._threads:
             name = f"tierstore-launch-to-{dst.name}"
-            self._threads[dst] = Thread(target=self._run, args=(self._lanes[dst],), name=name, daemon=True)
+            self._threads[dst] = Worker(self._run, self._lanes[dst], name=name)
             self._threads[dst].start()
         elif self._lanes[
             dst
-        ].resting:  # else it looks by itself, and waking it would take the GIL from threads that take pages
+        ].resting:  # otherwise it wakes by itself; waking it would take the GIL from callers
             self._turn.notify_all()
 
     def _run(self, lane: Lane) -> None:
@@ -259,7 +269,7 @@ class CudaCopyEngine:
                 self._wake()
 
     def _next(self, lane: Lane) -> Flight | None:
-        """Wait for a flight that this thread should launch, and return it. None when the engine closes."""
+        """Wait for a flight that this thread should launch, and return it. Return None when the engine closes."""
         with self._turn:
             while not self._closing:
                 self._ended += lane.land()
@@ -272,7 +282,7 @@ class CudaCopyEngine:
             return None
 
     def _pause(self, lane: Lane) -> float | None:
-        """Return the seconds until the lane's thread looks again, or None if it waits to be woken."""
+        """Return the seconds until the lane's thread checks again, or None if it waits to be woken."""
         if not lane.waiting:
             return None
         return _GROWING_S if lane.growing and lane.next_pieces <= self._pace.pieces else _POLL_S
@@ -307,10 +317,18 @@ class CudaCopyEngine:
         return self._route.save(slots, self._host.addresses(host), stream)
 
 
+_copying: set[CudaCopyEngine] = set()
+"""Engines whose ``close`` timed out or was interrupted, so that copies may still be in flight.
+
+The copies access the engine's host memory, which must therefore not be unpinned or freed. No thread refers to
+the engine any more; this set keeps it alive, and with it the memory.
+"""
+
+
 def _depth(lane: Lane, nbytes: int) -> int:
     return -(-nbytes // 4) if lane.may_be_overtaken else nbytes
 
 
 def _cuda_event() -> TimedEvent:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return cast("TimedEvent", event)  # its methods differ only in the names of arguments
+    return cast("TimedEvent", event)  # its methods differ only in parameter names

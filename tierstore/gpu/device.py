@@ -1,4 +1,4 @@
-"""The device of the HBM pages: opens the pool and the copy engine, and records a caller's last use of slots.
+"""The device that stores HBM pages: opens the pool and the copy engine, and records the last use of slots.
 
 ``open_device`` returns the device for a value of ``hbm.device``. ``CpuDevice`` needs no GPU.
 """
@@ -23,6 +23,7 @@ from tierstore.gpu.events import AllOf, Event, StreamEvent
 from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.pool import CpuPool, CudaPool
 from tierstore.gpu.quant.encoded_routes import encoded_route
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,51 +38,59 @@ _log = logging.getLogger("tierstore.gpu.device")
 
 
 SMALLEST_BY_THREADS = 64 << 10
-"""Least bytes of a page's layer group that threads copy.
+"""Minimum average size in bytes of the parts of a layer group, if CPU threads copy.
 
-Smaller groups take more time in Python than in copying.
+With smaller parts, the threads would spend more time in Python code than in the copies themselves.
 """
 
 
 class HbmDevice(Protocol):
-    """A device that HBM pages are on."""
+    """A device that stores HBM pages."""
 
     def available_nbytes(self) -> int | None:
-        """Return the bytes of free device memory, or None if the device uses the machine's memory."""
+        """Return the free device memory in bytes, or None if the device uses the machine's memory."""
         ...
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
-        """Allocate ``num_slots`` slots for pages of ``layout``. ConfigError if they do not fit."""
+        """Allocate ``num_slots`` slots for pages of ``layout``. Raises ConfigError if they do not fit."""
         ...
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Return an engine's tensors as slots.
+        """Return a pool whose slots are an engine's tensors.
 
-        ConfigError unless they are on this device and fit the layout.
+        Raises:
+            ConfigError: The tensors are on another device or do not match the layout.
         """
         ...
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """Open the copy engine between HBM and host slots, for both directions."""
+        """Open the copy engine that copies between HBM and host slots in both directions."""
         ...
 
     def last_use(self, after: Event | None) -> Event | None:
-        """Return the event that ends the caller's last use of slots, or None if it has ended.
+        """Return an event that completes after the caller's last use of some slots, or None if that use is over.
 
-        A slot is overwritten only after this event. ``after`` is the caller's own event. None means the work
-        launched so far on the caller's current stream.
+        The store overwrites the slots only after this event.
+
+        Args:
+            after: An event of the caller's that completes after the last use. None if the last use is part of
+                the work launched so far on the caller's current stream.
         """
         ...
 
     def all_work(self) -> Event | None:
-        """Return an event after all work launched on the device so far, on any stream, or None if it has ended.
+        """Return an event that completes after all work launched on the device so far, on any stream.
 
-        RuntimeError while a CUDA graph is captured, and the capture fails too.
+        The result is None if that work is complete.
+
+        Raises:
+            RuntimeError: The driver cannot record the event, or a CUDA graph is being captured, in which case
+                the capture fails too.
         """
         ...
 
     def stats(self) -> dict[str, object]:
-        """Return the figures for ``TierStore.stats``."""
+        """Return the device's entries for ``TierStore.stats``."""
         ...
 
 
@@ -100,37 +109,38 @@ class CpuDevice:
         return CpuPool(layout, num_slots)
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Return an engine's tensors in ordinary memory as slots.
+        """Return a pool whose slots are an engine's tensors in ordinary memory.
 
-        ConfigError if they are elsewhere or do not fit.
+        Raises:
+            ConfigError: The tensors are on another device or do not match the layout.
         """
         _require_on(torch.device("cpu"), pages)
         return EnginePool(layout, pages)
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """Open a copy engine with one thread for each direction."""
+        """Open a copy engine with one thread per direction."""
         layers = None if between.host.held.encoded else _by_threads(between)
         self._groups = 1 if layers is None else len(layers)
         return _threads(between, layers)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """Return ``after``. All other work on the CPU has ended when the caller calls this."""
+        """Return ``after``, which may be None: work on the CPU is complete when this method is called."""
         return after
 
     def all_work(self) -> Event | None:
-        """Return None, because work on the CPU has ended when the caller calls this."""
+        """Return None, because work on the CPU is already complete when this method is called."""
         return None
 
     def stats(self) -> dict[str, object]:
-        """Return the device, the way pages are copied, and the number of layer groups."""
+        """Return the device, the copy method, and the number of layer groups."""
         return {"device": "cpu", "copies": "threads", "slow_copies": None, "layer_groups": self._groups}
 
 
 class CudaDevice:
-    """A CUDA card. See ``HbmDevice``."""
+    """A CUDA GPU. See ``HbmDevice``."""
 
     def __init__(self, name: str) -> None:
-        """Open the card ``name``, "cuda" or "cuda:N". ConfigError if torch finds no such card."""
+        """Open the GPU ``name``, "cuda" or "cuda:N". Raises ConfigError if torch does not find it."""
         self._device = torch.device("cuda", _index_of(name))
         self._driver = _driver(self._device.index)
         self._copies = "none"
@@ -139,32 +149,34 @@ class CudaDevice:
         self._groups = 1
 
     def available_nbytes(self) -> int | None:
-        """Return the free bytes of the card."""
+        """Return the free memory of the GPU in bytes."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free
 
     def open_pool(self, layout: PageLayout, num_slots: int) -> OwnPool:
-        """Allocate slots in one piece of the card's memory. ConfigError if they do not fit."""
+        """Allocate slots as one block of GPU memory. Raises ConfigError if they do not fit."""
         try:
             return CudaPool(layout, num_slots, self._device)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"hbm.capacity needs {num_slots * layout.slot_nbytes} bytes in one piece, "
-                f"but {self._device} has {self.available_nbytes()} bytes free"
+                f"hbm.capacity needs {exact_size(num_slots * layout.slot_nbytes)} of contiguous memory, but "
+                f"{self._device} has {exact_size(self.available_nbytes() or 0)} free; lower hbm.capacity"
             ) from error
 
     def register(self, layout: PageLayout, pages: tuple[EnginePages, ...]) -> EnginePool:
-        """Return an engine's tensors on this card as slots.
+        """Return a pool whose slots are an engine's tensors on this GPU.
 
-        ConfigError if they are elsewhere or do not fit.
+        Raises:
+            ConfigError: The tensors are on another device or do not match the layout.
         """
         _require_on(self._device, pages)
         return EnginePool(layout, pages)
 
     def open_copies(self, between: Between) -> CopyEngine:
-        """Open a CUDA copy engine if host slots are page-locked and the driver can be called, else a CPU one.
+        """Open a CUDA copy engine if possible, else an engine that uses threads.
 
-        If host memory holds encoded pages, the card encodes and decodes them, or threads do if it cannot.
+        The CUDA engine needs cuda-bindings, a driver that it can call, and pinned host slots. If host memory
+        contains encoded pages, it also needs a GPU that can encode and decode them.
         """
         pool, host = between.pool, between.host
         threads = _threads(between, _by_threads(between))
@@ -182,15 +194,16 @@ class CudaDevice:
         self._groups = 1 if route.layers is None else len(route.layers)
         for tensor in _tensors(pool):
             for stream in (*streams, *route.streams):
-                tensor.record_stream(stream)  # in case the store is dropped with copies in flight
+                tensor.record_stream(stream)  # in case the store is garbage-collected with copies in flight
         self._copies = f"{route.name}, {self._driver.call}"
         self._batches = route.batches if isinstance(route, FastestRoute) else {}
         return CudaCopyEngine(route, host, streams, threads, wake=between.wake)
 
     def last_use(self, after: Event | None) -> Event | None:
-        """Return an event recorded on the caller's stream, or None if that stream is idle.
+        """Return ``after``, wrapped if necessary in an event that streams can wait for.
 
-        An ``after`` that streams cannot wait for is wrapped so that they can.
+        Without ``after``, return an event recorded on the caller's current stream, or None if that stream is
+        idle.
         """
         if after is not None:
             return after if isinstance(after, StreamEvent) else AllOf((after,))
@@ -202,9 +215,9 @@ class CudaDevice:
         return event
 
     def all_work(self) -> Event | None:
-        """Return an event after all work on the card.
+        """Return an event that completes after all work launched on the GPU so far.
 
-        If the driver cannot be called, block until the card is idle and return None.
+        If the driver cannot be called, block until the GPU is idle and return None.
         """
         if self._driver is not None:
             return self._driver.all_work()
@@ -212,7 +225,11 @@ class CudaDevice:
         return None
 
     def stats(self) -> dict[str, object]:
-        """Return the device, its name, the copy route, why copies are slow, layer groups and batches."""
+        """Return the device's entries for ``TierStore.stats``.
+
+        They are the device and its name, the copy route, the reason why copies are slow (None if they are not),
+        the number of layer groups, and the number of batches per route.
+        """
         return {
             "device": str(self._device),
             "name": torch.cuda.get_device_name(self._device),
@@ -223,7 +240,7 @@ class CudaDevice:
         }
 
     def _route(self, between: Between, driver: Driver) -> Route | str:
-        """Return the copy route for this pool, or a string explaining why the card cannot be used."""
+        """Return the copy route for this pool, or a string that says why the CUDA engine cannot be used."""
         pool, held, most_groups = between.pool, between.host.held, between.most_groups
         if held.encoded:
             return encoded_route(pool, held, driver, self._device)
@@ -234,12 +251,12 @@ class CudaDevice:
 
 
 def open_device(name: str) -> HbmDevice:
-    """Return the device for a value of ``hbm.device``. ConfigError if the device is not available."""
+    """Return the device for a value of ``hbm.device``. Raises ConfigError if the device is not available."""
     return CpuDevice() if name == "cpu" else CudaDevice(name)
 
 
 def require_device(name: str) -> None:
-    """Raise ConfigError unless ``name``, a value of ``hbm.device``, is valid and the device is available."""
+    """Raise ConfigError unless ``name`` is a valid value of ``hbm.device`` and the device is available."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"the device must be cpu, cuda or cuda:N, got {name!r}")
     if name != "cpu":
@@ -247,13 +264,13 @@ def require_device(name: str) -> None:
 
 
 def pinner(name: str) -> CudaPinner:
-    """Return the pinner of host memory for a device, or for the first card if the device is the CPU."""
+    """Return the pinner for host memory used with this device. For "cpu", it is the pinner of the first GPU."""
     return CudaPinner(0 if name == "cpu" else _index_of(name))
 
 
 def _index_of(name: str) -> int:
     if torch.version.cuda is None:
-        raise ConfigError(f"hbm.device is {name!r}, but this torch is built without CUDA; set it to cpu")
+        raise ConfigError(f"hbm.device is {name!r}, but this torch was built without CUDA; set it to cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise ConfigError(f"hbm.device is {name!r}, but torch finds no CUDA device; set it to cpu")
@@ -268,9 +285,9 @@ def _driver(index: int) -> Driver | None:
     try:
         return Driver(index)
     except ImportError:
-        _log.warning("cuda-bindings is missing, copies are slow: in the checkout pip install -e '.[gpu]'")
+        _log.warning("cuda-bindings is missing, so copies are slow: run pip install 'tierstore[gpu]'")
     except DriverError as error:
-        _log.warning("the CUDA driver cannot be called past torch, copies are slow: %s", error)
+        _log.warning("the CUDA driver cannot be called directly, so copies are slow: %s", error)
     return None
 
 
@@ -299,19 +316,19 @@ def _tensors(pool: OwnPool | EnginePool) -> list[torch.Tensor]:
 
 
 class Host(HostBytes, PinnedHost, Protocol):
-    """The host tier as copy engines use it, both those of threads and those of DMA."""
+    """The host tier, as used by both kinds of copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The two ends that a copy engine copies between.
+    """The two endpoints of a copy engine.
 
     Attributes:
-        pool: The slots of HBM.
-        host: The slots of host memory.
-        wake: Called when a thread's copy has ended.
-        most_groups: Most layer groups of a load. 1 if no caller waits for single layers: the driver is then
-            asked for fewer copies, and pages end one by one.
+        pool: The slots in HBM.
+        host: The slots in host memory.
+        wake: Called by the engine's threads when ``poll`` has a new ack or a layer group was copied or launched.
+        most_groups: Maximum number of layer groups per load. Use 1 if no caller waits for individual layers:
+            the driver then queues fewer copies, and pages complete one by one.
     """
 
     pool: OwnPool | EnginePool

@@ -1,6 +1,6 @@
-"""CUDA driver calls that torch does not offer: many copies in one call, low-priority streams, page-locking.
+"""CUDA driver calls that torch does not expose: batched copies, low-priority streams, and pinning of host memory.
 
-``has_happened`` queries an event safely while a CUDA graph is captured. This is the only module that imports
+``has_happened`` queries an event safely during CUDA graph capture. This is the only module that imports
 cuda-bindings. Addresses are passed as int64 arrays, never as Python lists.
 """
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 
+from tierstore.types import exact_size
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 _BATCH_VERSION = 13000
 _TOGETHER = 512
-"""Most copies in one call. The first copy begins only when the driver has processed all, 1 us for each."""
+"""Maximum number of copies per driver call.
+
+The driver needs about 1 us to process each copy, and starts the first only after it has processed all.
+"""
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NON_BLOCKING = 1
 
@@ -28,19 +33,24 @@ CopyCall = Literal["batch", "each"]
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed."""
+    """A CUDA driver call failed."""
 
 
 class Driver:
-    """The driver of one device. Any thread may call it; the thread's current device is left unchanged."""
+    """The CUDA driver API for one device. Thread-safe; preserves the calling thread's current device."""
 
     def __init__(self, index: int) -> None:
-        """Open device ``index``. ImportError without cuda-bindings, DriverError if the device fails."""
+        """Open device ``index``.
+
+        Raises:
+            ImportError: cuda-bindings is not installed.
+            DriverError: The device cannot be opened.
+        """
         from cuda.bindings import driver
 
         self._api: Any = driver
         self._index = index
-        torch.zeros(1, device=f"cuda:{index}")  # torch makes the device's context
+        torch.zeros(1, device=f"cuda:{index}")  # makes torch create the device's context
         (device,) = self._done(driver.cuDeviceGet(index))
         (self._context,) = self._done(driver.cuDevicePrimaryCtxRetain(device))
         self._attributes = driver.CUmemcpyAttributes()
@@ -48,10 +58,11 @@ class Driver:
         self._first = np.zeros(1, dtype=np.uint64)
         self._batch = batch_call(driver)
         self.call: CopyCall = "each" if self._batch is None else "batch"
-        """``batch`` if ``copy`` gives the driver many pieces in one call, ``each`` if one piece per call."""
+        """How ``copy`` calls the driver: ``batch`` for many pieces per call, ``each`` for one piece per call.
+        """
 
     def stream(self, index: int) -> torch.cuda.Stream:
-        """Return a new non-blocking stream of the lowest priority. It lives as long as the process."""
+        """Create a non-blocking stream with the lowest priority on device ``index``. It is never destroyed."""
         with self._current():
             (lowest, _) = self._done(self._api.cuCtxGetStreamPriorityRange())
             (handle,) = self._done(self._api.cuStreamCreateWithPriority(_NON_BLOCKING, lowest))
@@ -59,14 +70,15 @@ class Driver:
         return torch.cuda.ExternalStream(int(handle), device=device)  # type: ignore[no-untyped-call]
 
     def all_work(self) -> torch.cuda.Event:
-        """Return an event after all work launched on the device so far, on any stream.
+        """Return an event that completes after all work launched on the device so far, on any stream.
 
-        RuntimeError if the driver is older than 12.5. RuntimeError also while a CUDA graph is captured, and
-        the capture fails too.
+        Raises:
+            RuntimeError: The driver is older than 12.5, or a CUDA graph is being captured, in which case the
+                capture fails too.
         """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self._current():
-            event.record(torch.cuda.current_stream(self._index))  # torch creates the event only now
+            event.record(torch.cuda.current_stream(self._index))  # creates the event's CUDA handle
             self._done(self._api.cuCtxRecordEvent(self._context, event.cuda_event))
         return event
 
@@ -77,18 +89,18 @@ class Driver:
         nbytes: NDArray[np.int64],
         stream: torch.cuda.Stream,
     ) -> None:
-        """Queue ``len(dst)`` copies between device and page-locked host memory, in any order among them.
+        """Queue ``len(dst)`` copies between device memory and pinned host memory. They may run in any order.
 
-        The arrays are not read after the call.
+        The arrays are not read after this call.
 
         Args:
-            dst: Addresses to write, int64, contiguous.
-            src: Addresses to read, as ``dst``.
-            nbytes: Length of each copy in bytes, as ``dst``.
-            stream: The stream on which the copies are queued.
+            dst: Destination addresses, int64, contiguous.
+            src: Source addresses, int64, contiguous.
+            nbytes: Length of each copy in bytes, int64, contiguous.
+            stream: The stream to queue the copies on.
 
         Raises:
-            DriverError: The driver refused a call. Some of the copies may have been queued.
+            DriverError: A driver call failed. Some of the copies may have been queued.
         """
         if not len(dst):
             return
@@ -120,7 +132,7 @@ class Driver:
             stream.cuda_stream,
         )
         if code:
-            raise DriverError(f"cuMemcpyBatchAsync of {len(dst)} pieces: error {code}")
+            raise DriverError(f"cuMemcpyBatchAsync of {len(dst)} pieces failed with error {code}")
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -132,14 +144,15 @@ class Driver:
 
     def _done(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if int(result[0]):
-            raise DriverError(f"a call of the CUDA driver failed: {result[0]}")
+            raise DriverError(f"a CUDA driver call failed: {result[0]}")
         return result[1:]
 
 
 def batch_call(api: Any) -> Any:
-    """Return ``cuMemcpyBatchAsync`` of ``api``, the driver module of cuda-bindings, or None if the driver has none.
+    """Return ``cuMemcpyBatchAsync``, or None if the driver does not provide it.
 
-    The function is called without the bindings, because they need a list of Python objects for each argument.
+    ``api`` is the driver module of cuda-bindings. The function is called through ctypes, because the bindings
+    require a list of Python objects for each argument.
     """
     if not hasattr(api, "cuGetProcAddress"):
         return None
@@ -152,42 +165,51 @@ def batch_call(api: Any) -> Any:
 
 
 class CudaPinner:
-    """Page-locks host memory by cudaHostRegister, mapped into the address space of a device."""
+    """Pins host memory with cudaHostRegister and maps it into a device's address space."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock a range. OSError if CUDA refuses. May take seconds."""
+        """Pin a range of host memory. May take seconds.
+
+        Raises:
+            OSError: CUDA refused to register the range.
+        """
         with torch.cuda.device(self._index):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE_AND_MAPPED))
         if code:
-            raise OSError(f"cudaHostRegister of {nbytes} bytes: error {code}")
+            raise OSError(f"cudaHostRegister of {exact_size(nbytes)} failed with error {code}")
 
     def unpin(self, address: int) -> None:
-        """Unlock the range that was locked at ``address``."""
+        """Unpin the range that was pinned at ``address``."""
         with torch.cuda.device(self._index):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 _REFUSED = range(900, 909)
-"""Codes of cudaErrorStreamCapture..., which mean that CUDA refused the query, not that the event failed."""
+"""The error codes ``cudaErrorStreamCapture...``.
+
+CUDA rejects a query with one of these during a graph capture; the event itself has not failed.
+"""
 
 
 class Asked(Protocol):
-    """An event that can be queried."""
+    """An event whose completion can be queried."""
 
     def query(self) -> bool:
-        """Return whether the event has happened. Never blocks."""
+        """Return whether the event has completed. Never blocks."""
         ...
 
 
 def has_happened(event: Asked) -> bool:
-    """Return whether the event is known to have happened.
+    """Return whether the event is known to have completed.
 
-    While a CUDA graph is captured events cannot be queried, and the result is False. RuntimeError if the
-    device has failed.
+    Events cannot be queried during CUDA graph capture; the result is then False.
+
+    Raises:
+        RuntimeError: The device has failed.
     """
     try:
         return event.query()

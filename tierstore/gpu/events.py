@@ -1,8 +1,8 @@
-"""Events of a device: their protocols, a combination of several events, and the progress of a layer's loads.
+"""Device events: protocols, a combination of several events, and the load progress of a layer.
 
-``Event`` has the methods that the store needs of any event. A stream can wait for a ``StreamEvent``. Copy
-engines record a ``TimedEvent``, which knows when it happened. ``Arriving`` tells the progress of the copies
-of a layer.
+``Event`` has the methods that the store needs from every event. Streams can wait for a ``StreamEvent``. Copy
+engines record a ``TimedEvent``, from which they learn how long copies took. ``Arriving`` is the progress of
+loading a layer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """Something that will have happened, such as ``torch.cuda.Event``."""
+    """An event that completes at some point, such as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Return whether it has happened; never blocks."""
+        """Return whether the event has completed. Never blocks."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
+        """Block until the event has completed."""
         ...
 
 
@@ -32,49 +32,52 @@ class StreamEvent(Protocol):
     """An event that a stream can wait for."""
 
     def wait(self, stream: object = None) -> None:
-        """Make work queued on the stream from now on wait for it; None: on the current stream. Does not block."""
+        """Make work queued on ``stream`` from now on wait for the event. Does not block.
+
+        None stands for the current stream.
+        """
         ...
 
 
 class TimedEvent(Protocol):
-    """An event of a stream that knows when it happened, such as ``torch.cuda.Event(enable_timing=True)``."""
+    """An event that stores the time of its completion, such as ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Let it happen when the stream gets there."""
+        """Record the event: it completes after the work queued on ``stream`` so far."""
         ...
 
     def query(self) -> bool:
-        """Return whether it has happened. RuntimeError if the device has failed."""
+        """Return whether the event has completed. Raises RuntimeError if the device has failed."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
+        """Block until the event has completed."""
         ...
 
     def elapsed_time(self, end: TimedEvent) -> float:
-        """Return the milliseconds from this event to ``end``; both must have happened."""
+        """Return the time from this event to ``end`` in milliseconds. Both must have completed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Combines several events into one, which has happened once all of them have."""
+    """Several events combined into one, which completes once all of them have completed."""
 
     events: tuple[Event, ...]
 
     def query(self) -> bool:
-        """Return whether all have happened."""
+        """Return whether all events have completed."""
         return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
-        """Block until all have happened."""
+        """Block until all events have completed."""
         for event in self.events:
             event.synchronize()
 
     def wait(self, stream: object = None) -> None:
-        """Make work that is queued on ``stream`` from now on wait for those events that streams can wait for.
+        """Make work queued on ``stream`` from now on wait for all events. ``stream.wait_event`` calls this.
 
-        ``stream.wait_event`` calls this. It blocks until all other events have happened.
+        If streams cannot wait for some of the events, block until these have completed.
         """
         for event in self.events:
             if isinstance(event, StreamEvent):
@@ -84,7 +87,7 @@ class AllOf:
 
 
 def as_one(events: Sequence[Event]) -> Event | None:
-    """Return an event that has happened once all of ``events`` have, or None if there are none."""
+    """Return an event that completes once all of ``events`` have completed, or None if ``events`` is empty."""
     if len(events) > 1:
         return AllOf(tuple(events))
     return events[0] if events else None
@@ -92,11 +95,11 @@ def as_one(events: Sequence[Event]) -> Event | None:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The progress of the loads of a layer of some pages.
+    """The progress of loading one layer of some pages.
 
     Attributes:
-        submitted: Whether all of its copies are queued. If not, ``event`` has no meaning.
-        event: The event after the last of the copies. None if they have ended.
+        submitted: Whether all copies are queued. If not, ``event`` is meaningless.
+        event: The event that completes with the last copy. None if all copies are complete.
     """
 
     submitted: bool

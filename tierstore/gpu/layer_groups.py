@@ -1,8 +1,8 @@
-"""Layer groups: the layers of a page that cross the link together.
+"""Layer groups: consecutive layers of a page that are transferred together.
 
-A batch of pages is loaded group by group, each group of all pages before the next one. So an engine can
-compute the first layers while the others are still in flight (the idea of LayerKV and of LMCache's layer-wise
-transfers).
+A batch of pages is loaded group by group: each group is loaded for all pages before the next group. An engine
+can then compute the first layers while later ones are still in flight. LayerKV and LMCache's layer-wise
+transfers use the same idea.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ if TYPE_CHECKING:
 
 
 MOST_GROUPS = 16
-"""Most layer groups of a page. More would gain little: only the time of one group cannot overlap."""
+"""Maximum number of layer groups per page.
+
+More groups would gain little, because the loads of all groups but one can already overlap with computation.
+"""
 
 
 SMALLEST_NBYTES = 512 << 10
-"""Least average bytes of the parts of a layer group of a page.
+"""Minimum average size in bytes of the parts of a layer group.
 
-Each piece takes 1 to 2 us to launch. A slow processor has no time for more and smaller pieces while it also
-takes pages into leases.
+The driver needs 1 to 2 us to launch each piece. With smaller pieces, a slow CPU that also acquires leases could
+not launch them fast enough.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A way to cut pages into layer groups of given proportions.
+    """One possible division of pages into layer groups, by proportions.
 
     Attributes:
-        shares: The proportion of the layers that each group gets.
-        smallest_nbytes: Least average bytes of a group's parts. The cut suits pages that reach it in every
-            group and have a layer for every group.
+        shares: The relative number of layers in each group. With (5, 3), the first group has 5/8 of the layers.
+        smallest_nbytes: Minimum average size in bytes of a group's parts. The division applies to pages for
+            which every group has at least one layer and reaches this size.
     """
 
     shares: tuple[int, ...]
@@ -46,9 +49,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers ``[first, end)`` of KV group ``spec``: ``nbytes`` bytes of the page's blob, from byte ``offset`` on.
+    """Layers ``[first, end)`` of the KV group with index ``spec``.
 
-    The last part of a KV group includes the alignment bytes before the next KV group.
+    They are the ``nbytes`` bytes at ``offset`` in the page's blob. The last part of a KV group includes the
+    alignment padding before the next KV group.
     """
 
     spec: int
@@ -60,11 +64,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The layer groups that a page is cut into.
+    """The layer groups that a page is divided into.
 
     Attributes:
-        parts: For each layer group its parts, one for each KV group that has layers in it.
-        starts: For each layer group its first layer.
+        parts: The parts of each layer group: one for each KV group that has layers in it.
+        starts: The first layer of each layer group.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -74,12 +78,12 @@ class LayerGroups:
     def of(
         cls, layout: PageLayout, most: int = MOST_GROUPS, smallest_nbytes: int = SMALLEST_NBYTES
     ) -> LayerGroups:
-        """Return the cut into as many equal groups as possible, at least one.
+        """Divide pages into as many groups of equal size as the limits allow, but at least one.
 
         Args:
             layout: The layout of a page.
-            most: Most groups.
-            smallest_nbytes: Least average bytes of a group's parts.
+            most: Maximum number of groups.
+            smallest_nbytes: Minimum average size in bytes of a group's parts. A single group may be smaller.
         """
         layers = max(spec.num_layers for spec in layout.specs)
         for number in range(min(most, layers), 1, -1):
@@ -90,7 +94,7 @@ class LayerGroups:
 
     @classmethod
     def by_shares(cls, layout: PageLayout, cuts: Sequence[Cut]) -> LayerGroups:
-        """Return the cut by the first of ``cuts`` that suits these pages, or a single group if none does."""
+        """Divide pages by the first of ``cuts`` that applies, or into a single group if none does."""
         layers = max(spec.num_layers for spec in layout.specs)
         for cut in cuts:
             bounds = [layers * end // sum(cut.shares) for end in accumulate(cut.shares, initial=0)]
@@ -104,11 +108,11 @@ class LayerGroups:
         return len(self.parts)
 
     def holding(self, layer: int) -> int:
-        """Return the index of the layer group that has layer ``layer``, the same for every KV group."""
+        """Return the index of the layer group that contains ``layer``. It is the same for every KV group."""
         return bisect_right(self.starts, layer) - 1
 
     def divide(self, nbytes: int) -> list[int]:
-        """Return the bytes of each group if the whole page has ``nbytes`` as it crosses the link."""
+        """Return each group's share, in bytes, of a page that is transferred as ``nbytes`` bytes."""
         sizes = [sum(part.nbytes for part in parts) for parts in self.parts]
         return [nbytes * size // sum(sizes) for size in sizes]
 

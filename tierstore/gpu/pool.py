@@ -1,6 +1,6 @@
-"""The page-major slots of the HBM tier, in one allocation of a card or in ordinary memory (``device: cpu``).
+"""Page-major slots of the HBM tier, in one GPU allocation or in ordinary memory (``device: cpu``).
 
-``CudaPool`` and ``CpuPool`` hold the slots. For an engine's own tensors as slots, see ``engine_pages``.
+``CudaPool`` and ``CpuPool`` own the slots. ``engine_pages`` uses an engine's own tensors as slots instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HbmBytes(Protocol):
-    """Page slots whose bytes threads can copy out and in."""
+    """The slots of a pool in HBM, whose bytes CPU threads can read and write."""
 
     num_slots: int
 
@@ -37,27 +37,31 @@ class HbmBytes(Protocol):
         ...
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copy the layers ``part`` of ``page`` into the slot."""
+        """Copy the layers in ``part`` into the slot. ``page`` is the whole page, flat uint8 ``[blob_nbytes]``."""
         ...
 
 
 class OwnPool(HbmBytes, Protocol):
-    """Slots in memory that the store itself allocated."""
+    """Page slots in memory that the store allocated."""
 
     nbytes: int
 
     @property
     def pages(self) -> torch.Tensor | GroupedPages:
-        """Return the slots in place, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+        """Return a view of all slots. Nothing is copied.
+
+        The view is a tensor ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``. With
+        several KV groups, it is a ``GroupedPages`` with one such tensor per group.
+        """
         ...
 
 
 class GroupedPages:
-    """The slots of a store with several KV groups: ``pages[slot]`` is a tuple of one tensor for each group."""
+    """The slots of a store with several KV groups. ``pages[slot]`` is a tuple with one tensor per group."""
 
     def __init__(self, groups: tuple[torch.Tensor, ...]) -> None:
         self.groups = groups
-        """One tensor for each group, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
+        """One tensor per group, ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``."""
 
     def __getitem__(self, slot: int) -> tuple[torch.Tensor, ...]:
         return tuple(group[slot] for group in self.groups)
@@ -70,19 +74,20 @@ class GroupedPages:
 
 
 class CpuPool:
-    """Page-major slots in ordinary memory, aligned to memory pages.
+    """Page-major slots in ordinary memory, aligned to OS memory pages.
 
-    Their shape is ``[num_slots, num_layers, planes, page_size, heads, dim]``.
+    ``pages`` is a tensor ``[num_slots, num_layers, planes, page_size, num_kv_heads, head_dim]``. With several
+    KV groups, it is a ``GroupedPages`` with one such tensor per group.
     """
 
     def __init__(self, layout: PageLayout, num_slots: int) -> None:
-        """Allocate ``num_slots`` slots. The system provides their memory when it is first touched."""
+        """Allocate ``num_slots`` slots. The operating system commits their memory on first access."""
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         self._stride = layout.slot_nbytes
         self._length = layout.blob_nbytes
         self._bytes = buffer(self.nbytes)
-        # Never inference tensors, because those cannot be written to outside of inference mode.
+        # Leave inference mode, because tensors that are created in it cannot be written outside it.
         with torch.inference_mode(False):
             flat = torch.from_numpy(self._bytes)
             groups = tuple(
@@ -92,9 +97,10 @@ class CpuPool:
         self.pages: torch.Tensor | GroupedPages = groups[0] if len(groups) == 1 else GroupedPages(groups)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the slot's bytes in place: flat uint8 ``[blob_nbytes]``, writable.
+        """Return a writable view of the slot's bytes, flat uint8 ``[blob_nbytes]``.
 
-        IndexError if there is no such slot.
+        Raises:
+            IndexError: ``slot`` is out of range.
         """
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"HBM slot must be 0 to {self.num_slots - 1}, got {slot}")
@@ -110,23 +116,27 @@ class CpuPool:
         np.copyto(self.view(slot), page)
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copy the layers ``part`` of ``page`` into the slot."""
+        """Copy the layers in ``part`` from ``page`` into the slot."""
         where = slice(part.offset, part.offset + part.nbytes)
         np.copyto(self.view(slot)[where], page[where])
 
 
 def torch_dtype(spec: PageSpec) -> torch.dtype:
-    """Return the torch dtype of the pages of ``spec``."""
+    """Return the torch dtype that corresponds to ``spec.dtype``."""
     dtype = getattr(torch, spec.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, stride: int) -> torch.Tensor:
-    """Return one KV group's pages in place, ``[num_slots, *spec.shape]``.
+    """Return a view of one KV group's pages, ``[num_slots, *spec.shape]``.
 
-    ``flat`` is the uint8 memory of slots that are ``stride`` bytes apart. The group begins at byte ``offset``
-    of a slot.
+    Args:
+        flat: The memory of all slots, flat uint8.
+        spec: The page spec of the KV group.
+        offset: Offset of the group within a slot, in bytes.
+        num_slots: Number of slots.
+        stride: Distance between slots, in bytes.
     """
     itemsize = DTYPE_NBYTES[spec.dtype]
     rows = flat.view(num_slots, stride)[:, offset : offset + spec.page_nbytes]
@@ -136,10 +146,14 @@ def slots_view(flat: torch.Tensor, spec: PageSpec, offset: int, num_slots: int, 
 
 
 class CudaPool:
-    """Page-major slots in one allocation of a card, aligned and shaped as those of ``CpuPool``."""
+    """Page-major slots in one GPU allocation, aligned and shaped like the slots of ``CpuPool``."""
 
     def __init__(self, layout: PageLayout, num_slots: int, device: torch.device) -> None:
-        """Allocate the slots. torch.OutOfMemoryError if the device lacks enough free memory in one piece."""
+        """Allocate ``num_slots`` slots.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no free block of this size.
+        """
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_nbytes
         block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
@@ -157,27 +171,27 @@ class CudaPool:
 
     @property
     def segments(self) -> Segments:
-        """Return the segments of a page, which is one piece."""
+        """Return where pages are in device memory. A page is a single contiguous piece."""
         return addresses.pool_segments(self.bytes.data_ptr(), self._layout)
 
     def groups(self, layers: LayerGroups) -> list[Segments]:
-        """Return the segments of each layer group of a page."""
+        """Return, for each layer group, where its pieces are in device memory."""
         return addresses.pool_group_segments(self.bytes.data_ptr(), self._layout, layers)
 
     def read(self, slot: int, out: NDArray[np.uint8]) -> None:
-        """Copy the slot's page into ``out`` in ordinary memory. Blocks until the copy has ended."""
+        """Copy the slot's page into ``out``, which is ordinary host memory. Blocks until the copy completes."""
         with torch.cuda.stream(self._out):
             torch.from_numpy(out).copy_(self._row(slot))
 
     def write(self, slot: int, page: NDArray[np.uint8]) -> None:
-        """Copy ``page`` in ordinary memory into the slot. Blocks until the copy has ended."""
+        """Copy ``page``, which is ordinary host memory, into the slot. Blocks until the copy completes."""
         with torch.cuda.stream(self._in):
             self._row(slot).copy_(torch.from_numpy(page))
 
     def write_part(self, slot: int, page: NDArray[np.uint8], part: Part) -> None:
-        """Copy the layers ``part`` of ``page`` in ordinary memory into the slot.
+        """Copy the layers in ``part`` from ``page``, which is ordinary host memory, into the slot.
 
-        Blocks until the copy has ended.
+        Blocks until the copy completes.
         """
         where = slice(part.offset, part.offset + part.nbytes)
         with torch.cuda.stream(self._in):

@@ -1,17 +1,18 @@
-"""Slabs: staging buffers in HBM for pages that cross the link in a form other than that in device memory.
+"""Slabs: staging buffers in HBM for pages whose form during a transfer differs from that in their slots.
 
-A slab consists of rows. A row holds a page, or some layers of one, as it crosses the link: the scattered
-pieces of an engine's page packed together, or the payload of a codec. Whole rows cross the link at its full
-speed. Kernels turn them into pages at the speed of HBM, on a stream of their own, while the next slab fills
-(the idea of LMCache's and vLLM's staging buffers). All forms of rows use the same mechanism:
+A slab consists of rows. A row contains one page, or some of its layers, in the form that is transferred: the
+scattered pieces of an engine's page packed together, or a codec payload. Whole rows are transferred at the
+full speed of the link. Kernels convert them to pages at the speed of HBM, on a separate stream, while the
+next slab is filled. LMCache and vLLM use staging buffers in a similar way. All kinds of rows share the
+same mechanism:
 
-- ``Ring``: the slabs of one direction, used in turn, and the events between the link and the kernels.
-- ``RowCoder``: turns rows into pages and pages into rows. ``ByPieces`` moves bytes unchanged with the copy
+- ``Ring``: the slabs of one direction, used in rotation, and the events that synchronize link and kernels.
+- ``RowCoder``: converts rows to pages and pages to rows. ``ByPieces`` moves bytes unchanged with the copy
   kernel, ``ByLayers`` with torch's kernels. ``quant.coder.Coder`` encodes and decodes.
-- ``SlabCopies``: copies pages, or some layers of them, through a ring with a coder.
-- ``SlabRoute``: the route made of these. Its loads may bypass the slabs, see ``Loads``.
+- ``SlabCopies``: copies pages, or some of their layers, through a ring with a coder.
+- ``SlabRoute``: a route built from these parts. Its loads may bypass the slabs; see ``Loads``.
 
-Copies are only queued; no call waits for them.
+All calls queue copies and return without waiting for them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from tierstore.gpu.pool import slots_view
-from tierstore.page import DTYPE_NBYTES
+from tierstore.gpu import addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 SLABS = 2
-"""Number of slabs in a ring: kernels work on one while the other crosses the link."""
+"""Number of slabs in a ring. Kernels work on one slab while the other is transferred."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Card(Protocol):
-    """The functions of torch that a ring and its coders need besides streams and kernels."""
+    """The device operations that rings and coders need in addition to streams and kernels."""
 
     def event(self) -> Any:
-        """Return a new ``torch.cuda.Event``, or an object with its ``record`` that streams can wait for."""
+        """Return a new ``torch.cuda.Event``, or an object with ``record`` that streams can wait for."""
         ...
 
     def zeros(self, nbytes: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Card(Protocol):
         ...
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """Queue a copy of ``slots`` to the device on the current stream, and return the tensor it fills."""
+        """Queue a copy of ``slots`` to the device on the current stream. Return the device tensor."""
         ...
 
     def flags(self, pages: int) -> torch.Tensor:
@@ -61,12 +61,12 @@ class Card(Protocol):
         ...
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """Return a context in which kernels and ``uploaded`` are queued on this stream."""
+        """Return a context in which kernels and ``uploaded`` copies are queued on ``stream``."""
         ...
 
 
 class TorchCard:
-    """The ``Card`` of a CUDA device, by torch."""
+    """The torch implementation of ``Card`` for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,13 +81,13 @@ class TorchCard:
 
     def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
         """See ``Card``."""
-        # Torch pins this memory and does not reuse it before the stream has read it.
+        # Torch's pinned-memory allocator does not reuse this memory before the stream has read it.
         return torch.from_numpy(slots).pin_memory().to(self._device, non_blocking=True)
 
     def flags(self, pages: int) -> torch.Tensor:
-        """Return zeros in page-locked memory.
+        """Return zeros in pinned memory.
 
-        Kernels write there directly, but rarely, so no copy back is needed.
+        Kernels write the few flags directly to this memory, so nothing has to be copied to the host.
         """
         return torch.zeros(pages, dtype=torch.int32, pin_memory=True)
 
@@ -101,9 +101,11 @@ class TorchCard:
 class Batch(NamedTuple):
     """The pages of one load or save.
 
-    ``slots`` is int64 ``[pages]`` on the host. ``on_device`` has the same values on the device; None if the
-    coder does not read them there. ``flags`` is int32 ``[pages]``, initially 0; the coder sets the entry of a
-    page that it cannot encode or decode. None if that cannot happen.
+    Attributes:
+        slots: The pages' slots in device memory, as an int64 array ``[pages]`` on the host.
+        on_device: A copy of ``slots`` on the device. None if the coder does not read it there.
+        flags: int32 ``[pages]``, initially 0. The coder sets the flag of each page that it cannot encode or
+            decode. None for a coder that moves bytes unchanged.
     """
 
     slots: NDArray[np.int64]
@@ -112,10 +114,14 @@ class Batch(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a batch that one slab holds: pages ``[first, first + pages)``, in that many first rows.
+    """The part of a batch that is processed with one slab.
 
-    ``rows`` is the slab, flat uint8. Work on the share is queued on ``stream``, which is also the current
-    stream.
+    Attributes:
+        batch: The batch.
+        rows: The slab, flat uint8. Only its first ``pages`` rows are used.
+        first: Index of the first page within the batch.
+        pages: Number of pages.
+        stream: The stream to queue work on. It is also the current stream.
     """
 
     batch: Batch
@@ -126,122 +132,124 @@ class Share(NamedTuple):
 
 
 class RowCoder(Protocol):
-    """Turns the rows of a slab into pages in device memory, and pages into rows.
+    """Converts the rows of a slab to pages in device memory, and pages to rows.
 
-    It queues work and never waits.
+    Methods queue work and never wait for it.
     """
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return the batch of these slots. Copy them to the device if the coder reads them there."""
+        """Return a batch for these slots. Copies the slots to the device if the coder reads them there."""
         ...
 
     def decode(self, share: Share) -> None:
-        """Queue the work that turns the rows into pages."""
+        """Queue the work that converts rows to pages."""
         ...
 
     def encode(self, share: Share) -> None:
-        """Queue the work that turns the pages into rows."""
+        """Queue the work that converts pages to rows."""
         ...
 
 
 class PieceMover(Protocol):
-    """Moves the pieces of slots to and from pages at given device addresses.
+    """Copies pages between slots, which divide a page into pieces, and device buffers, in which it is contiguous.
 
-    ``copy_kernel.Pieces`` is one.
+    ``copy_kernel.Pieces`` implements it.
     """
 
     def scatter(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of the pages at the addresses ``pages`` into the slots."""
+        """Queue copies from the pages at the addresses ``pages`` into the slots."""
         ...
 
     def gather(self, slots: NDArray[np.int64], pages: NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        """Queue copies of the slots to the pages at the addresses ``pages``."""
+        """Queue copies from the slots to the pages at the addresses ``pages``."""
         ...
 
 
 class ByPieces:
-    """A ``RowCoder`` that moves bytes unchanged, all pieces of all slots in one launch."""
+    """A ``RowCoder`` that moves bytes unchanged, with one kernel launch for all pages of a slab."""
 
     def __init__(
         self, inward: PieceMover, outward: PieceMover | None, stride: int, *, offset: int = 0
     ) -> None:
-        """Set a mover per direction, and the position of the pages in a slab.
+        """Set one mover per direction, and the position of pages in a slab.
 
         Args:
             inward: Moves pieces into slots.
             outward: Moves the same pieces out of slots. None for a coder that only loads.
-            stride: Bytes from row to row.
-            offset: Offset in the page of the first byte of a row. May be above 0 if rows hold only some
-                layers.
+            stride: Distance between rows, in bytes.
+            offset: Position in the page of a row's first byte. 0 unless rows contain only some layers.
         """
         self._inward, self._outward = inward, outward
         self._stride, self._offset = stride, offset
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return a batch with only the slots: the movers put them into page-locked memory themselves."""
+        """Return a batch with only the slot numbers. The movers copy them to pinned memory themselves."""
         return Batch(slots)
 
     def decode(self, share: Share) -> None:
-        """Queue copies of the rows into the slots."""
+        """Queue copies from the rows into the slots."""
         self._inward.scatter(_slots(share), self._pages(share), share.stream)
 
     def encode(self, share: Share) -> None:
-        """Queue copies of the slots into the rows."""
+        """Queue copies from the slots into the rows."""
         assert self._outward is not None
         self._outward.gather(_slots(share), self._pages(share), share.stream)
 
     def _pages(self, share: Share) -> NDArray[np.int64]:
-        """Return the addresses at which whole pages would begin.
+        """Return the address at which each whole page would start.
 
-        A mover adds the offset of each piece in its page.
+        The movers add the offset of each piece within its page.
         """
         begin = share.rows.data_ptr() - self._offset
         return begin + np.arange(share.pages, dtype=np.int64) * self._stride
 
 
 class ByLayers:
-    """A ``RowCoder`` that moves bytes unchanged with torch's own kernels, in one or two launches per layer.
+    """A ``RowCoder`` that moves bytes unchanged with torch's kernels, in one or two launches per layer.
 
-    It works with any strides and needs no library but torch.
+    It supports any strides and only needs torch.
     """
 
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout) -> None:
-        """Set the engine's layers ``[slots, planes, tokens, heads, dim]``, one sequence per KV group."""
+        """Set the engine's layers: one sequence of ``[slots, planes, tokens, heads, dim]`` per KV group."""
         self._engine = [[_as_integers(layer) for layer in group] for group in layers]
         self._layout = layout
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return a batch with the slots and a copy of them on the device."""
+        """Return a batch with the slot numbers, in host memory and on the device."""
         return Batch(slots, card.uploaded(slots))
 
     def decode(self, share: Share) -> None:
-        """Queue copies of the rows into the layers."""
+        """Queue copies from the rows into the layers."""
         index = self._index(share)
-        for staged, layers in zip(self._views(share.rows), self._engine, strict=True):
-            for i, layer in enumerate(layers):
-                layer.index_copy_(0, index, staged[: share.pages, i])
+        for rows, layer in self._parts(share):
+            layer.index_copy_(0, index, rows)
 
     def encode(self, share: Share) -> None:
-        """Queue copies of the layers into the rows."""
+        """Queue copies from the layers into the rows."""
         index = self._index(share)
-        for staged, layers in zip(self._views(share.rows), self._engine, strict=True):
-            for i, layer in enumerate(layers):
-                staged[: share.pages, i].copy_(layer.index_select(0, index))
+        for rows, layer in self._parts(share):
+            rows.copy_(layer.index_select(0, index))
 
     def _index(self, share: Share) -> torch.Tensor:
         assert share.batch.on_device is not None
         return share.batch.on_device[share.first : share.first + share.pages]
 
-    def _views(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        layout = self._layout
-        pages = len(rows) // layout.slot_nbytes
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-            view = slots_view(rows, spec, offset, pages, layout.slot_nbytes)
-            yield view.view(_INTEGERS[DTYPE_NBYTES[spec.dtype]])
+    def _parts(self, share: Share) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, for each layer, its part of the rows and the engine's tensor, both with one integer per element."""
+        stride, offsets = self._layout.slot_nbytes, self._layout.offsets
+        rows = share.rows[: share.pages * stride].view(share.pages, stride)
+        for start, layers in zip(offsets, self._engine, strict=True):
+            for offset, layer in addresses.placed(layers, start):
+                part = rows[:, offset : offset + layer[0].nbytes].view(layer.dtype)
+                yield part.view(share.pages, *layer.shape[1:]), layer
 
 
 class Slab(NamedTuple):
-    """One slab of a ring: its number, its bytes, and the event after its last use, unrecorded at first."""
+    """One slab of a ring: its index, its bytes, and the event recorded after its last use.
+
+    ``free`` is unrecorded until the first use.
+    """
 
     number: int
     rows: torch.Tensor
@@ -249,17 +257,18 @@ class Slab(NamedTuple):
 
 
 class Ring:
-    """The slabs of one direction, used in turn, and the stream of the kernels that work on their rows.
+    """The slabs of one direction, used in rotation, and the stream for the kernels that process their rows.
 
-    Not thread-safe: copies must be queued one after another.
+    Not thread-safe: queue one copy at a time.
     """
 
     def __init__(self, nbytes: int, stream: torch.cuda.Stream, card: Card) -> None:
-        """Allocate the slabs, ``nbytes`` each. ``stream`` is the stream of the kernels."""
+        """Allocate the slabs with ``nbytes`` bytes each. Kernels run on ``stream``."""
         self.nbytes = nbytes
         self.stream = stream
         self.card = card
-        # Zeroed, because bytes after a payload in its row cross the link too and must not be old data.
+        # Zeroed, because the bytes after the payload in a row are transferred too, and must not leak old
+        # data.
         self.memory = card.zeros(SLABS * nbytes)
         self.ready = card.event()
         """Recorded when the rows of a slab are complete. The stream that reads the rows waits for it."""
@@ -272,8 +281,8 @@ class Ring:
     def open(cls, nbytes: int, driver: Driver, device: torch.device) -> Ring:
         """Return a ring in device memory, with a new stream. Blocks until the slabs are zeroed."""
         ring = cls(nbytes, driver.stream(device.index), TorchCard(device))
-        ring.memory.record_stream(ring.stream)  # in case the store is dropped with copies in flight
-        torch.cuda.current_stream(device).synchronize()  # zero the slabs before another stream uses them
+        ring.memory.record_stream(ring.stream)  # in case the store is garbage-collected with copies in flight
+        torch.cuda.current_stream(device).synchronize()  # slabs must be zeroed before other streams use them
         return ring
 
     @property
@@ -284,7 +293,7 @@ class Ring:
     def turn(self) -> Slab:
         """Return the next slab.
 
-        Wait for its ``free`` before you write to it; record ``free`` after its last use.
+        Do not write to the slab before its ``free`` event has completed, and record ``free`` after its last use.
         """
         at = self._next
         self._next = (at + 1) % SLABS
@@ -292,9 +301,13 @@ class Ring:
 
 
 class Carrier(Protocol):
-    """A route between rows of a slab, given by number, and pages in host memory, given by address."""
+    """An object that queues copies between the rows of a slab and host memory.
+
+    In its methods, ``slots`` contains the numbers of the rows, and ``host`` the addresses in host memory.
+    """
 
     pieces: int
+    """Number of driver copies per row."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
@@ -310,36 +323,35 @@ class Carrier(Protocol):
 
 
 class Loads(Protocol):
-    """Loads of pages, or of some layers of them.
+    """Loads whole pages, or some of their layers. There are two implementations, each faster for some pages.
 
-    With ``SlabCopies``, DMA fills rows, which kernels spread or decode. With
-    ``quant.encoded_routes.MappedLoads``, a kernel reads payloads in host memory. Measurements show that each
-    is faster for some pages.
+    ``SlabCopies`` fills rows by DMA, then scatters or decodes them with kernels.
+    ``quant.encoded_routes.MappedLoads`` reads payloads in host memory with a kernel.
     """
 
     pieces: int
-    """Number of copies that each page asks the driver for."""
+    """Number of driver copies per page."""
     ends_on: torch.cuda.Stream | None
-    """The stream on which loads end. None if it is the stream that ``load`` is given."""
+    """The stream on which loads complete. None if they complete on the stream passed to ``load``."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue the copies; see ``copy_routes.Route.load``."""
+        """Queue the copies. See ``copy_routes.Route.load``."""
         ...
 
 
 class SlabCopies:
-    """Copies of pages, or of some layers of them, through the slabs of a ring."""
+    """Copies whole pages, or some of their layers, through the slabs of a ring."""
 
     def __init__(self, ring: Ring, coder: RowCoder, stride: int, carriers: Sequence[Carrier]) -> None:
-        """Set the form of the rows, and how they cross the link.
+        """Set the slabs, the format of their rows, and how rows are transferred.
 
         Args:
-            ring: The slabs. Other copies of the same direction may use them too.
-            coder: Turns rows into pages and pages into rows.
-            stride: Bytes from row to row.
-            carriers: For each slab, in order, the route between its rows and host memory.
+            ring: The slabs. Other copies in the same direction may share them.
+            coder: Converts rows to pages and pages to rows.
+            stride: Distance between rows, in bytes.
+            carriers: For each slab, in slab order, the route between its rows and host memory.
         """
         self.ring, self.coder = ring, coder
         self.pieces = carriers[0].pieces
@@ -350,11 +362,13 @@ class SlabCopies:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies from host memory to the slots. They cross on ``stream`` and end on the ring's stream.
+        """Queue copies from host memory to the slots.
+
+        Transfers run on ``stream``. The kernels, and with them the loads, complete on the ring's stream.
 
         Returns:
-            int32 ``[len(slots)]``, not 0 for pages that the coder cannot decode, valid once the copies have
-            ended; None where it can decode every page.
+            int32 ``[len(slots)]``, nonzero for pages that the coder could not decode. Valid once the copies
+            are complete. None for a coder that moves bytes unchanged.
         """
         ring, kernels, most = self.ring, self.ring.stream, len(self._numbers)
         with ring.card.using(kernels):
@@ -373,11 +387,11 @@ class SlabCopies:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies from the slots to host memory. They end on ``stream``.
+        """Queue copies from the slots to host memory. They complete on ``stream``.
 
         Returns:
-            int32 ``[len(slots)]``, not 0 for pages that the coder cannot represent, valid once the copies
-            have ended; None where it can represent every page.
+            int32 ``[len(slots)]``, nonzero for pages that the coder could not encode. Valid once the copies
+            are complete. None for a coder that moves bytes unchanged.
         """
         ring, kernels, most = self.ring, self.ring.stream, len(self._numbers)
         with ring.card.using(kernels):
@@ -395,7 +409,7 @@ class SlabCopies:
 
 
 class SlabRoute:
-    """A route (see ``copy_routes.Route``) to and from slots through slabs, for unchanged or encoded pages."""
+    """A route through slabs, for unencoded or encoded pages. Implements ``copy_routes.Route``."""
 
     pieces = 1
 
@@ -407,14 +421,14 @@ class SlabRoute:
         layers: LayerGroups | None = None,
         groups: Sequence[Sequence[Loads]] = (),
     ) -> None:
-        """Set the copies that the route consists of.
+        """Set the copies that make up the route.
 
         Args:
-            name: The name of the route in ``stats()``.
-            loads: Loads of whole pages.
-            saves: Saves of whole pages.
-            layers: The layer groups that pages are cut into. None if pages are only loaded whole.
-            groups: For each of ``layers``, its loads.
+            name: Name of the route in ``stats()``.
+            loads: Loads whole pages.
+            saves: Saves whole pages.
+            layers: The layer groups that pages are divided into. None if pages can only be loaded whole.
+            groups: For each layer group, the loads of its parts.
         """
         self.name = name
         self.layers = layers
@@ -428,20 +442,20 @@ class SlabRoute:
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, host to device.
+        """Queue host-to-device copies of whole pages, and return their flags (see ``copy_routes.Route``).
 
-        Keep the returned array until the copies have ended, because kernels write it.
+        Keep the flags until the copies complete, because kernels write to them.
         """
         return self.loads.load(slots, host, stream)
 
     def load_group(
         self, group: int, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of one group of ``layers``, host to device.
+        """Queue host-to-device copies of layer group ``group``, and return their flags (see ``copy_routes.Route``).
 
-        Keep the returned array as for ``load``.
+        Keep the flags until the copies complete, because kernels write to them.
         """
-        flags = None  # a group of encoded pages has one part; other pages have no flags
+        flags = None  # a group of encoded pages has exactly one part; unencoded pages have no flags
         for part in self._groups[group]:
             flags = part.load(slots, host, stream)
         return flags
@@ -449,7 +463,7 @@ class SlabRoute:
     def save(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: torch.cuda.Stream
     ) -> NDArray[np.int32] | None:
-        """Queue copies of whole pages, device to host."""
+        """Queue device-to-host copies of whole pages, and return their flags (see ``copy_routes.Route``)."""
         return self.saves.save(slots, host, stream)
 
 
@@ -458,5 +472,5 @@ def _slots(share: Share) -> NDArray[np.int64]:
 
 
 def _as_integers(layer: torch.Tensor) -> torch.Tensor:
-    """Return a view of the same bytes in an integer dtype, which every kernel supports."""
+    """Return an integer view of the same bytes. Every kernel supports integer dtypes."""
     return layer.view(_INTEGERS[layer.element_size()])

@@ -1,4 +1,7 @@
-"""The memory of the HOST tier: one anonymous mapping, cut into page slots. It knows nothing of residency or policy."""
+"""The memory of the HOST tier: one anonymous mapping, divided into page slots.
+
+The arena does not know which slots are in use, or by which pages.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,28 @@ if TYPE_CHECKING:
 
 
 class HostArena:
-    """``num_slots`` slots of host memory, page aligned, allocated once and never moved.
+    """Slots in host memory, page-aligned, allocated once and never moved.
 
-    The memory returns to the system when the arena and all views of it are gone.
+    The memory is returned to the system when the arena and all views of it are gone.
     """
 
     def __init__(
         self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None, *, codec: str = "none"
     ) -> None:
-        """Allocate the slots, and start page-locking them in the background.
+        """Allocate the slots, and start to pin them in the background.
 
         Args:
-            layout: of a page.
-            num_slots: number of slots.
-            pinner: page-locks the memory; None: it stays pageable, and is taken from the system as it is first touched.
-            codec: how pages are encoded in the slots.
+            layout: Layout of a page.
+            num_slots: Number of slots.
+            pinner: Object that pins the memory. If None, the memory is not pinned, and is committed when it is
+                first touched.
+            codec: Codec of the pages in the slots.
 
         Raises:
-            ValueError: the codec is unknown, or has no fixed length for these pages.
+            ValueError: The codec is unknown, or its encoded pages have no fixed size with this layout.
         """
         self.held = held = HostFormat.of(codec, layout)
-        """The form that pages have in the slots."""
+        """Format of the pages in the slots."""
         self.num_slots = num_slots
         self.nbytes = num_slots * held.slot_nbytes
         self._stride = held.slot_nbytes
@@ -46,12 +50,15 @@ class HostArena:
         self._address = self._bytes.ctypes.data
         self._pinning = None if pinner is None else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner)
         self.pin_nbytes = 0 if pinner is None else self.nbytes
-        """Bytes that should be page-locked in the end; 0 without a pinner and after ``close``."""
+        """Number of bytes to pin. 0 without a pinner and after ``close``."""
 
     def view(self, slot: int) -> NDArray[np.uint8]:
-        """Return the slot's bytes in place: flat uint8 ``[held.view_nbytes]``, writable, valid while the arena lives.
+        """Return a writable view of the slot as flat uint8 ``[held.view_nbytes]``.
 
-        IndexError for a slot that is not there.
+        The view is valid while the arena exists.
+
+        Raises:
+            IndexError: ``slot`` is negative, or not less than ``num_slots``.
         """
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"host slot must be 0 to {self.num_slots - 1}, got {slot}")
@@ -60,53 +67,61 @@ class HostArena:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """Return all slots in place: flat uint8, with the alignment bytes between slots."""
+        """A view of all slots as flat uint8, including the alignment bytes between them."""
         return self._bytes
 
     def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the addresses of these slots, int64 ``[len(slots)]``, for DMA."""
+        """Return the addresses of these slots for DMA, int64 ``[len(slots)]``."""
         return self._address + slots * self._stride
 
-    # -- page-locking -------------------------------------------------------------------------------------------
+    # -- pinning ------------------------------------------------------------------------------------------------
 
     @property
     def pinned_slots(self) -> int:
-        """Return how many slots are page-locked now, from slot 0 on. It grows while ``pinning``."""
+        """Number of slots that are pinned now, counted from slot 0. Increases while ``pinning`` is True."""
         return 0 if self._pinning is None else self._pinning.pinned_slots
 
     def pinned_nbytes(self) -> int:
-        """Return how many bytes are page-locked now."""
+        """Return the number of bytes that are pinned now."""
         return self.pinned_slots * self._stride
 
     def unpinned_nbytes(self) -> int:
-        """Return how many bytes should be page-locked but are not, or not yet."""
+        """Return the number of bytes that should be pinned but are not pinned yet."""
         return max(0, self.pin_nbytes - self.pinned_nbytes())
 
     @property
     def pinning(self) -> bool:
-        """Return whether more slots are being page-locked in the background."""
+        """Whether further slots are being pinned in the background."""
         return self._pinning is not None and self._pinning.going_on
 
     @property
     def refused(self) -> str | None:
-        """Return why some slots stay pageable, or None if page-locking has not failed."""
+        """The reason why some slots cannot be pinned, or None if pinning has not failed."""
         return None if self._pinning is None else self._pinning.refused
 
     def wait_pinned(self, slots: int, timeout_s: float) -> bool:
-        """Block until the first ``slots`` slots (all, if there are fewer) are page-locked; return whether they are.
+        """Wait until the first ``slots`` slots are pinned, or all slots if there are fewer.
 
-        Returns False after ``timeout_s`` seconds, and at once where page-locking has failed or there is no pinner.
+        Args:
+            slots: Number of slots.
+            timeout_s: Longest time to wait, in seconds.
+
+        Returns:
+            Whether the slots are pinned. False at once if pinning has failed or there is no pinner.
         """
         return self._pinning is not None and self._pinning.wait(min(slots, self.num_slots), timeout_s)
 
     def close(self) -> None:
-        """Stop page-locking and unlock the memory. No copy may be in flight. The bytes stay readable. Idempotent."""
+        """Stop pinning, and unpin the memory. See ``Pinning.close``.
+
+        No copy may be in flight. The bytes remain readable. Idempotent.
+        """
         self.pin_nbytes = 0
         if self._pinning is not None:
             self._pinning.close()
 
     def stats(self) -> dict[str, object]:
-        """Return the figures for ``TierStore.stats``."""
+        """Return what ``TierStore.stats`` reports about the memory of the host tier."""
         return {
             "pin_nbytes": self.pin_nbytes,
             "pinned_nbytes": self.pinned_nbytes(),

@@ -1,7 +1,8 @@
-"""The control groups (of a container, a service, a user's session) that this process runs in, and their figures.
+"""The control groups (cgroups) of this process, and the values in their files.
 
-Both versions of the kernel's control groups are read, also side by side (a hybrid machine): see cgroups(7),
-``Documentation/admin-guide/cgroup-v2.rst`` and ``Documentation/admin-guide/cgroup-v1/`` of Linux.
+A control group limits the resources of a container, a service or a user session. Both versions of the kernel
+interface are supported, even on a machine that uses both. See cgroups(7), and
+``Documentation/admin-guide/cgroup-v2.rst`` and ``Documentation/admin-guide/cgroup-v1/`` in the Linux source.
 """
 
 from __future__ import annotations
@@ -21,39 +22,43 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """One group of one hierarchy, as a folder of small text files."""
+    """A control group in one hierarchy: a directory of small text files."""
 
     name: str
-    """Its path in the hierarchy, as ``/proc/self/cgroup`` writes it."""
+    """Path of the group in its hierarchy, as written in ``/proc/self/cgroup``."""
     folder: Path
     version: Version
 
     def number(self, file: str) -> int | None:
-        """Return the number in a file, or None if it says "max", is not there or cannot be read."""
+        """Return the number in a file, or None if it contains "max", does not exist or cannot be read."""
         words = self.words(file)
         return int(words[0]) if words and _is_number(words[0]) else None
 
     def figures(self, file: str) -> dict[str, int]:
-        """Return a file of lines "name number" as a mapping, empty if it is not there or cannot be read."""
+        """Return the numbers in a file with lines of the form "name number", by name.
+
+        The result is empty if the file cannot be read.
+        """
         words = self.words(file)
         pairs = zip(words[::2], words[1::2], strict=False)
         return {name: int(value) for name, value in pairs if _is_number(value)}
 
     def words(self, file: str) -> list[str]:
-        """Return the words of a file, none if it is not there or cannot be read."""
+        """Return the words of a file, or [] if the file cannot be read."""
         return _text(self.folder / file).split()
 
 
 def control_groups(controller: str, root: Path = _ROOT) -> Iterator[ControlGroup]:
     """Yield the groups of this process that may limit a resource, each followed by its ancestors.
 
-    A group whose files are not visible here (a container often sees only its own group, or only the part of the
-    hierarchy below it) is yielded nevertheless: its figures read as absent. Where no mount shows the process's
-    group, the mounted one stands for it.
+    A container often sees only its own group and the groups below. A group whose files are not visible is
+    yielded nevertheless, and reads as if its files did not exist. If no mount contains the process's group, the
+    group at the top of each mount is yielded instead.
 
     Args:
-        controller: The controller of version 1, such as "memory" or "cpu". Version 2 has one hierarchy for all.
-        root: The root of the file system; tests give another.
+        controller: Name of the version 1 controller, such as "memory" or "cpu". Version 2 has one hierarchy
+            for all controllers.
+        root: Root of the file system. Tests pass another directory.
     """
     mounts = _mounts(controller, root)
     for version, group in _memberships(controller, root):
@@ -67,11 +72,11 @@ def control_groups(controller: str, root: Path = _ROOT) -> Iterator[ControlGroup
 
 
 def _shows(top: PurePosixPath, group: PurePosixPath) -> bool:
-    return group.is_relative_to(top) and ".." not in group.parts  # "..": outside of the cgroup namespace
+    return group.is_relative_to(top) and ".." not in group.parts  # "..": outside the cgroup namespace
 
 
 def _memberships(controller: str, root: Path) -> list[tuple[Version, PurePosixPath]]:
-    """Return the groups named in ``/proc/self/cgroup``, or the top of both hierarchies if it cannot be read."""
+    """Return the groups named in ``/proc/self/cgroup``, or the root groups if it cannot be read."""
     found: list[tuple[Version, PurePosixPath]] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -84,9 +89,9 @@ def _memberships(controller: str, root: Path) -> list[tuple[Version, PurePosixPa
 
 
 def _mounts(controller: str, root: Path) -> list[tuple[Version, PurePosixPath, Path]]:
-    """Return version, mounted group and mount point of every hierarchy in ``/proc/self/mountinfo``.
+    """Return the version, mounted group and mount point of every hierarchy in ``/proc/self/mountinfo``.
 
-    The usual places if that file cannot be read.
+    The usual mount points are returned if that file cannot be read.
     """
     found: dict[str, tuple[Version, PurePosixPath, Path]] = {}
     lines = _text(root / "proc/self/mountinfo").splitlines()
@@ -96,7 +101,7 @@ def _mounts(controller: str, root: Path) -> list[tuple[Version, PurePosixPath, P
         if len(fields) < 5 or len(kind) < 3:
             continue
         top, point = PurePosixPath(_unescaped(fields[3])), _unescaped(fields[4])
-        found.pop(point, None)  # a later mount hides one at the same place
+        found.pop(point, None)  # a later mount hides an earlier one at the same mount point
         if kind[0] == "cgroup2":
             found[point] = 2, top, root / point.lstrip("/")
         elif kind[0] == "cgroup" and controller in kind[2].split(","):
@@ -108,7 +113,7 @@ def _mounts(controller: str, root: Path) -> list[tuple[Version, PurePosixPath, P
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of mountinfo, which writes blanks and the like as three octal digits."""
+    """Decode a path from mountinfo, where spaces and some other characters are written as octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

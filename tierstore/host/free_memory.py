@@ -1,4 +1,4 @@
-"""How much memory is free: on the machine, and within the control groups (containers) that the process runs in."""
+"""The amount of free memory on the machine, and within the control groups (containers) of this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.config import exact_size
 from tierstore.host.control_group import control_groups
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,57 +23,66 @@ _LIMITS = {
     ),
     2: (("memory.max", "memory.current"), ("memory.high", "memory.current")),
 }
-"""Files of a limit and of what counts against it. Above ``memory.high`` a group crawls, but is not killed."""
+"""Pairs of files with a limit and the usage that counts against it.
+
+A group that exceeds ``memory.high`` is slowed down, but not killed.
+"""
 
 _RECLAIMABLE = {
     1: ("total_active_file", "total_inactive_file"),
     2: ("active_file", "inactive_file", "slab_reclaimable"),
 }
-"""Lines of ``memory.stat`` that count as free, with those of the groups below.
+"""Lines of ``memory.stat`` that count as free. They include descendant groups.
 
-The rule is that of the kernel's own estimate for the machine, ``MemAvailable`` (``si_mem_available`` in
-``mm/show_mem.c``): page cache on both LRU lists of files, and reclaimable slab. Shared memory, tmpfs and locked pages
-are page cache too but on other lists: they cannot be dropped. Version 1 does not tell its slab."""
+This follows the kernel's estimate for the machine, ``MemAvailable`` (``si_mem_available`` in
+``mm/show_mem.c``): page cache on both LRU lists of files, and reclaimable slab. Shared memory, tmpfs and
+locked pages are page cache too, but they are on other lists and cannot be dropped. Version 1 does not report
+its slab.
+"""
 
 _UNLIMITED = 1 << 60
-"""Version 1 has no word for "no limit": it shows the largest number of pages that fit in 63 bits, as bytes."""
+"""Limits of at least this many bytes count as no limit.
+
+Version 1 represents "no limit" as the largest multiple of the page size that fits into 63 bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """The free memory under the one limit that leaves least."""
+    """The free memory under one limit: that of the machine, or of a control group."""
 
     nbytes: int
-    """Bytes that can be allocated now without swapping."""
+    """Number of bytes that can be allocated now without swapping."""
     used_nbytes: int
-    """Bytes that count against the limit and cannot be reclaimed."""
+    """Number of bytes that count against the limit and cannot be reclaimed."""
     limit_nbytes: int
     limit: str
-    """What sets the limit, as the subject of a sentence: "memory.max of the control group /x"."""
+    """The origin of the limit, as the subject of a sentence: "memory.max of the control group /x"."""
 
     def described(self) -> str:
-        """Return the end of a refusal: what is free, and why it is not more."""
+        """Return text for an error message: how much memory is free, and which limit applies."""
         return (
             f"only {exact_size(self.nbytes)} are free: {self.limit} is {exact_size(self.limit_nbytes)}, and "
-            f"{exact_size(self.used_nbytes)} are in use, page cache not counted"
+            f"{exact_size(self.used_nbytes)} are in use, not counting the page cache"
         )
 
 
 def free_memory(root: Path = _ROOT) -> FreeMemory | None:
-    """Return the least free memory under all limits that hold for this process, or None if Linux tells of none.
+    """Return the free memory under the tightest limit of this process, or None if no limit can be read.
 
-    The limits are the memory of the machine, and those of the process's control groups and all their ancestors, in
-    version 1 and 2. Page cache counts as free, since the kernel drops it before it refuses memory or kills a process.
+    The tightest limit is the one that leaves the least free memory. The limits are the memory of the machine,
+    and the limits of the process's control groups (cgroup v1 and v2) and all their ancestors. Page cache
+    counts as free, because the kernel drops it before it refuses memory or kills a process.
 
     Args:
-        root: The root of the file system; tests give another.
+        root: Root of the file system. Tests pass another directory.
     """
     found = [*_machine(root), *(free for group in control_groups("memory", root) for free in _within(group))]
     return min(found, key=lambda free: free.nbytes, default=None)
 
 
 def available_nbytes() -> int | None:
-    """Return the bytes that can be allocated now without swapping, or None if Linux does not tell."""
+    """Return the number of bytes that can be allocated now without swapping, or None if it is unknown."""
     free = free_memory()
     return None if free is None else free.nbytes
 

@@ -1,7 +1,7 @@
-"""Page-locked (pinned) memory: a mapping is locked chunk by chunk by several threads, from its start on.
+"""Pinned (page-locked) memory: several threads pin a mapping chunk by chunk, from its start.
 
-``Pinning`` locks in the background, so that an open need not wait: touching and registering takes about half a second
-per GiB. A ``Pinner`` registers a range with the device; ``gpu.driver.CudaPinner`` does so by cudaHostRegister.
+``Pinning`` works in the background, because touching and registering memory takes about half a second per
+GiB. A ``Pinner`` registers a range with the device. ``gpu.driver.CudaPinner`` does so with cudaHostRegister.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import ctypes
 import logging
 import os
 import weakref
-from threading import Condition, Thread
+from threading import Condition
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
+
+from tierstore.threads import Worker
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,32 +23,39 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.host.pinning")
 
 CHUNK_NBYTES = 64 << 20
-"""Bytes locked by one call. A page never lies in two chunks, so that no copy spans two registrations."""
+"""Number of bytes to pin per call, rounded down to whole slots.
+
+No slot crosses a chunk boundary, so no copy spans two registrations.
+"""
 
 FIRST_NBYTES = 1 << 30
-"""Bytes that are locked before an open returns; the rest follows in the background."""
+"""Number of bytes that are pinned before a store opens. The rest is pinned in the background."""
 
 _THREADS = 8
 _JOIN_S = 30.0
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python has no name for it
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python does not define it
 
 
 class Pinner(Protocol):
-    """Page-locks memory for a device."""
+    """Interface for pinning memory for a device."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock a range. OSError if the system refuses. Any thread; may take seconds."""
+        """Pin a range of memory. Thread-safe. May take seconds.
+
+        Raises:
+            OSError: The system refuses to pin the memory.
+        """
         ...
 
     def unpin(self, address: int) -> None:
-        """Unlock the range that starts at ``address``. No copy may be using it."""
+        """Unpin the range that starts at ``address``. No copy may be using it."""
         ...
 
 
 class Pinning:
-    """Page-locks the slots of a mapping, in order, in the background.
+    """A background task that pins the slots of a mapping, in order.
 
-    The first failure ends it: the slots that are locked stay locked, the others stay pageable.
+    The first failure stops it. Slots that are pinned by then remain pinned, and the others stay pageable.
     """
 
     def __init__(
@@ -61,16 +70,17 @@ class Pinning:
         """Start the threads.
 
         Args:
-            memory: flat uint8, kept alive until it is unlocked.
-            stride: bytes of a slot.
-            num_slots: number of slots.
-            pinner: locks a range.
-            chunk_nbytes: bytes locked at once, about; at least one slot.
+            memory: The mapping, flat uint8. It is kept alive until it is unpinned.
+            stride: Size of a slot in bytes.
+            num_slots: Number of slots.
+            pinner: Object that pins and unpins ranges of memory.
+            chunk_nbytes: Number of bytes to pin per call, rounded down to whole slots. At least one slot is
+                pinned per call.
         """
         self.pinned_slots = 0
-        """Slots ``[0, pinned_slots)`` are page-locked."""
+        """Number of pinned slots, starting at slot 0."""
         self.refused: str | None = None
-        """Why no more is locked; None: nothing has failed."""
+        """The reason why no more slots are pinned, or None if nothing has failed."""
         self._address = memory.ctypes.data
         self._stride = stride
         self._pinner = pinner
@@ -80,11 +90,11 @@ class Pinning:
         self._done: set[int] = set()
         self._locked: list[int] = []
         self._changed = Condition()
-        # Keeps the mapping until its pages are unlocked, even if ``close`` is never called.
+        # Keeps the mapping alive until its pages are unpinned, even if ``close`` is never called.
         self._finalizer = weakref.finalize(self, _unlock, pinner, self._locked, memory)
         self._finalizer.atexit = False
         self._threads = [
-            Thread(target=_run, args=(weakref.ref(self),), name=f"tierstore-pin-{i}", daemon=True)
+            Worker(_run, weakref.ref(self), name=f"tierstore-pin-{i}")
             for i in range(min(_THREADS, os.cpu_count() or 1, len(self._starts)))
         ]
         for thread in self._threads:
@@ -92,20 +102,24 @@ class Pinning:
 
     @property
     def going_on(self) -> bool:
-        """Return whether chunks are still to be locked."""
+        """Whether chunks remain to be pinned."""
         return self.refused is None and self.pinned_slots < self._ends[-1]
 
     def wait(self, slots: int, timeout_s: float) -> bool:
-        """Block until the first ``slots`` slots are locked; return whether they are.
+        """Wait until the first ``slots`` slots are pinned, but at most ``timeout_s`` seconds.
 
-        Returns False after ``timeout_s`` seconds, and at once if that cannot happen any more.
+        Returns:
+            Whether the slots are pinned. False at once if pinning has failed or was stopped.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.pinned_slots >= slots or not self.going_on, timeout_s)
             return self.pinned_slots >= slots
 
     def close(self) -> None:
-        """Stop locking, and unlock everything. Idempotent."""
+        """Stop pinning, wait for the threads, and unpin everything. Idempotent.
+
+        If a thread does not finish within 30 s, the memory stays pinned, and a warning is logged.
+        """
         with self._changed:
             self.refused = self.refused or "the store is closed"
         deadline = monotonic() + _JOIN_S
@@ -113,14 +127,14 @@ class Pinning:
             thread.join(max(0.0, deadline - monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             _log.warning(
-                "a thread that page-locks memory did not end within %s s: the memory stays locked", _JOIN_S
+                "a thread that page-locks memory did not finish within %s s: the memory stays locked", _JOIN_S
             )
             return
         self.pinned_slots = 0
         self._finalizer()
 
     def lock_next(self) -> bool:
-        """Lock one chunk; return whether there may be another."""
+        """Pin the next chunk. Return False if none is left or pinning has stopped."""
         with self._changed:
             if self.refused is not None or self._next == len(self._starts):
                 return False
@@ -142,14 +156,14 @@ class Pinning:
         return True
 
     def refuse(self, why: str) -> None:
-        """Lock no further chunk and log the reason once; what is locked stays locked."""
+        """Stop pinning further chunks, and log the reason once. Pinned chunks remain pinned."""
         with self._changed:
             first = self.refused is None
             self.refused = self.refused or why
             self._changed.notify_all()
         if first:
             _log.warning(
-                "page-locking failed at host slot %d of %d: copies to and from the slots from there on are slow: %s",
+                "page-locking failed at host slot %d of %d: copies of this slot and all later ones are slow: %s",
                 self.pinned_slots,
                 self._ends[-1],
                 why,
@@ -162,7 +176,7 @@ def _run(pinning: weakref.ref[Pinning]) -> None:
         alive = pinning()
         try:
             more = alive is not None and alive.lock_next()
-        except Exception as error:  # noqa: BLE001 - a thread's top: copies would wait for its chunk for ever
+        except Exception as error:  # noqa: BLE001  top level of the thread; otherwise copies would wait forever
             assert alive is not None
             alive.refuse(f"{type(error).__name__}: {error}")
             more = False
@@ -174,10 +188,10 @@ def _chunks(num_slots: int, slots: int) -> list[int]:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Have the kernel allocate the pages, bytes unchanged.
+    """Make the kernel allocate the pages without changing their contents.
 
-    Several threads do so at once, which locking alone would not. On kernels without MADV_POPULATE_WRITE locking
-    allocates the pages.
+    Several threads can do so in parallel, which pinning alone would not allow. On kernels without
+    MADV_POPULATE_WRITE, pinning allocates the pages.
     """
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 

@@ -1,4 +1,4 @@
-"""How many processor cores this process may use, how many of them are free, and how many threads to compute with."""
+"""The processor cores available to this process, and the number of threads to compute with."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ if TYPE_CHECKING:
 _ROOT = Path("/")
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Of torch, not ours: who sets one has chosen."""
+"""Environment variables from which torch takes its number of threads. If one is set, that number is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What this process may use of the machine's cores, and what others leave of them."""
+    """The cores that this process may use, and the load of the machine."""
 
     cores: int
-    """Cores that this process may run on (its affinity)."""
+    """Number of cores that this process may run on (its affinity)."""
     total: int
-    """Cores of the machine."""
+    """Number of cores of the machine."""
     quota: float | None
-    """Cores' worth of time that its control groups allow, the least of them; None: no limit."""
+    """Processor time that the control groups allow, in cores: the lowest of their limits. None: no limit."""
     load: float
     """Load average of the machine over the last minute."""
 
     @property
     def free(self) -> int:
-        """Return how many threads find a core of their own now, at least 1."""
+        """Number of threads that could each have a core of their own now, at least 1."""
         allowed = [self.cores, self.total - self.load, *([] if self.quota is None else [self.quota])]
         return max(1, round(min(allowed)))
 
     def described(self) -> str:
-        """Return the figures in words: "2 cores, of which control groups allow 1.5; load average 0.3"."""
+        """Return the values as text: "2 cores, of which control groups allow 1.5; load average 0.3"."""
         quota = "" if self.quota is None else f", of which control groups allow {self.quota:g}"
         return f"{self.cores} core{'' if self.cores == 1 else 's'}{quota}; load average {self.load:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads torch is to compute an operation with, and why."""
+    """How many threads torch uses for an operation, and why."""
 
     count: int
     why: str
+    chosen: bool = True
+    """Whether TierStore chose the number. False: the user chose it, so it is not changed."""
 
     def described(self) -> str:
-        """Return one line for people."""
+        """Return a line that tells users the number of threads, the reason, and how to change the number."""
         return (
             f"torch computes with {self.count} thread{'' if self.count == 1 else 's'} ({self.why}); "
             "--threads sets another number"
@@ -59,7 +61,11 @@ class Threads:
 
 
 def processors(root: Path = _ROOT) -> Processors:
-    """Return what is known of the processors now. ``root``: the root of the file system; tests give another."""
+    """Return the current state of the processors.
+
+    Args:
+        root: Root of the file system. Tests pass another directory.
+    """
     cores = len(os.sched_getaffinity(0))
     return Processors(cores, os.cpu_count() or cores, min(_quotas(root), default=None), os.getloadavg()[0])
 
@@ -67,29 +73,31 @@ def processors(root: Path = _ROOT) -> Processors:
 def choose_threads(
     default: int, wanted: int | None, found: Processors, environment: Mapping[str, str] = os.environ
 ) -> Threads:
-    """Choose how many threads torch computes an operation with on the CPU.
+    """Choose the number of threads that torch uses for an operation on the CPU.
 
-    An operation ends when its last thread does. A thread that waits for a core holds up all others, at each of the
-    thousands of operations of a token, so more threads than free cores are slower than one.
+    An operation finishes when its last thread does. A thread that waits for a core delays all others, in each
+    of the thousands of operations per token. With more threads than free cores, computing is slower than with
+    a single thread.
 
     Args:
-        default: What torch would take by itself.
-        wanted: What the user asked for, which wins; None if nothing.
+        default: Number of threads that torch would use by default.
+        wanted: Number of threads that the user requested, which takes precedence. None: no request.
         found: The processors.
-        environment: Where a setting of torch's own counts as asked for.
+        environment: Environment variables. A thread setting for torch counts as a request.
     """
     if wanted is not None:
-        return Threads(wanted, "as asked for")
+        return Threads(wanted, "as asked for", chosen=False)
     named = next((name for name in _THREAD_VARIABLES if environment.get(name)), None)
     if named is not None:
-        return Threads(default, f"{named} is set")
+        return Threads(default, f"{named} is set", chosen=False)
     return Threads(min(default, found.free), found.described())
 
 
 def use_threads(device: str, wanted: int | None) -> Threads | None:
-    """Have torch compute operations on the CPU with the threads that ``choose_threads`` finds, from now on.
+    """Make torch use the number of threads that ``choose_threads`` returns, for operations on the CPU.
 
-    Returns what was chosen; None, with nothing changed, for a model on a card unless the user asked for a number.
+    Returns:
+        The choice. None if nothing was changed, because ``device`` is not "cpu" and ``wanted`` is None.
     """
     if device != "cpu" and wanted is None:
         return None
@@ -100,8 +108,31 @@ def use_threads(device: str, wanted: int | None) -> Threads | None:
     return chosen
 
 
+def use_fewer_threads(cores: float) -> Threads | None:
+    """Make torch use fewer threads if its threads wait too long for cores that other programs use.
+
+    Args:
+        cores: CPU time per second that this process got while torch computed, in cores.
+
+    Returns:
+        The new choice. None if nothing was changed, because torch uses one thread, or because its threads got
+        at least 70 % of the time that they could use.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if before == 1 or cores >= _MOST_OF_IT * before:
+        return None
+    chosen = Threads(max(1, int(cores)), f"{before} threads got the time of only {cores:.1f} cores")
+    torch.set_num_threads(chosen.count)
+    return chosen
+
+
+_MOST_OF_IT = 0.7
+
+
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limit of each control group that has one, in cores."""
+    """Yield the limit, in cores, of each control group that has one."""
     for group in control_groups("cpu", root):
         if group.version == 2:
             quota, period = (*group.words("cpu.max"), "", "")[:2]

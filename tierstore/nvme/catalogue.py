@@ -1,10 +1,11 @@
-"""The LMDB environment of one sub-directory: the catalogue that says where each page record is.
+"""The catalogue of one sub-directory: an LMDB environment that records where each page is stored.
 
-It has up to two trees with the same keys: ``catalogue`` holds one small ``Entry`` per page, which is all that opening
-has to read, and ``pages`` holds head and payload where LMDB stores the records. Otherwise the records are in extent
-files beside it. Both change in one transaction.
+The ``catalogue`` tree maps the key of each page to a small ``Entry``. It is the only tree that is read in full
+when the tier opens. The ``pages`` tree maps the same keys to the head and payload of each record. It is empty if
+records are stored in extent files, which are in the same directory. One transaction changes both trees. The
+``meta`` tree contains a few values for the whole directory.
 
-LMDB errors are raised unchanged; the writer and the readers turn them into failures.
+LMDB errors are raised unchanged. The writer and the readers turn them into a ``Failure`` for each page.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ _log = logging.getLogger(__name__)
 _TURN_KEY = b"turn"
 _CHUNK = 100_000
 _REOPEN_S = 2.0
-"""Longest wait, when reopening, for look-ups to end. A look-up does no I/O except for LMDB's own tree pages."""
+"""Maximum time in seconds that ``reopen`` waits for transactions in progress, which are short."""
 
 _MAX_READERS = 126
-"""LMDB's default. Other programs may read the environment, and each of them takes one reader slot."""
+"""Minimum number of reader slots (LMDB's default). Other programs that read the environment also take slots."""
 
 
 class Catalogue:
-    """The catalogue of an open sub-directory, used by one process that holds its lock.
+    """The catalogue of an open sub-directory whose lock this process holds.
 
-    Only the writer's thread changes it; ``reader`` is thread-safe. If ``sizing`` has slots, the records are in extent
-    files. With ``direct`` these bypass the page cache.
+    Only the writer's thread may change it; ``reader`` is thread-safe. Records are stored in extent files if
+    ``sizing`` defines slots, else in LMDB. With ``direct``, extent files are accessed with O_DIRECT, which
+    bypasses the page cache.
     """
 
     reader: RecordReader
@@ -70,13 +72,13 @@ class Catalogue:
     """Number of records after the last transaction."""
 
     live_nbytes: int
-    """Bytes on disk of all records, after the last transaction whose outcome is known."""
+    """Total size of all records on disk in bytes, after the last transaction whose outcome is known."""
 
     num_dropped = 0
-    """Records dropped at opening because the capacity was lowered."""
+    """Number of records dropped when the catalogue was opened, because the capacity had been lowered."""
 
     tombstones: Tombstones
-    """Erased keys that LMDB could not delete yet."""
+    """Keys of erased pages whose records LMDB could not delete yet."""
 
     def __init__(
         self,
@@ -89,10 +91,10 @@ class Catalogue:
         direct: bool = False,
         coding: Coding,
     ) -> None:
-        """Open or create the environment. ``examine`` must have passed it.
+        """Open or create the environment. ``examine`` must have found no fault in it.
 
         Raises:
-            lmdb.Error: LMDB cannot open it.
+            lmdb.Error: LMDB cannot open the environment.
             OSError: A file cannot be opened.
             IntegrityError: The entries do not match the extent files.
         """
@@ -100,9 +102,9 @@ class Catalogue:
         self._coding = coding
         self._loss = LOSSES.index(LOSS_CLASSES[coding.on_disk])
         self.undeleted: list[PageKey] = []
-        """Keys that tombstones name and that could not be deleted at opening. They must not be served."""
+        """Keys of erased pages whose records could not be deleted on opening. The records must not be served."""
         self._change = 0  # change of live_nbytes in the open transaction
-        self._known = True  # False if live_nbytes is uncertain because a failed commit may have happened
+        self._known = True  # False if live_nbytes is uncertain because a failed commit may have taken effect
         self.live_nbytes = 0
         self._fingerprint = record_format.fingerprint_digest(fingerprint)
         self._files: ExtentFiles | None = None
@@ -114,7 +116,6 @@ class Catalogue:
                 max_dbs=MAX_DBS,
                 max_readers=max(_MAX_READERS, readers + 8),
                 metasync=False,
-                readahead=False,
                 mode=0o600,
             ),
             create=True,
@@ -139,7 +140,10 @@ class Catalogue:
         self._bury(directory)
 
     def _bury(self, directory: Path) -> None:
-        """Delete the records that an earlier process could only mark as erased."""
+        """Load the tombstones, and delete the records that an earlier process could only mark as erased.
+
+        If that fails, log a warning and leave the keys of these records in ``undeleted``.
+        """
         with self._env.begin() as txn:
             self.tombstones = Tombstones(directory, retired(txn.get(RETIRED_KEY, db=self._env.meta)))
         if self.tombstones.live:
@@ -158,16 +162,18 @@ class Catalogue:
         self.prepare_tombstones()
 
     def prepare_tombstones(self) -> None:
-        """Create the file of tombstones while there is disk space, if it is missing."""
-        with suppress(OSError):  # tried again when space is free, or when the file is needed
+        """Create or repair the tombstone file, so that it can be used even after the disk is full. Ignores OSError."""
+        with suppress(OSError):  # retried when disk space is free or when the file is needed
             self.tombstones.prepare()
 
     def bury(self, keys: Sequence[PageKey]) -> None:
-        """Delete these records durably. They are the last ones that tombstones name, so the tombstones are retired.
+        """Delete these records durably, then retire the tombstones.
+
+        ``keys`` must contain the key of every record that a tombstone still names.
 
         Raises:
-            lmdb.Error: The records could not be deleted; the tombstones stay.
-            OSError: As for lmdb.Error.
+            lmdb.Error: The records could not be deleted. The tombstones are kept.
+            OSError: The records could not be deleted. The tombstones are kept.
         """
         each = self._sizing.erase_keys
         for start in range(0, len(keys), each):
@@ -197,7 +203,9 @@ class Catalogue:
         except (lmdb.Error, OSError) as error:
             if not is_full(error):
                 raise
-            _log.warning("%s keeps more than its capacity until the next open: %s", directory, error)
+            _log.warning(
+                "%s uses more disk space than its capacity until the next open: %s", directory, error
+            )
         self.reader = self._reader(ExtentBytes(self._env, files, records.slots))
 
     def _reader(self, payload: RecordBytes) -> RecordReader:
@@ -210,16 +218,19 @@ class Catalogue:
         )
 
     def room(self) -> int:
-        """Return how many pages ``store`` accepts now, whatever size they are encoded to."""
+        """Return how many more pages ``store`` can accept now if the record of each has the maximum size."""
         if not self._known:
             self.live_nbytes, self._known = self._sum(), True
         return max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
 
     def store(self, pages: Sequence[Page]) -> list[int | None]:
-        """Write the pages in one transaction. All of them are readable on return; none is if this raises.
+        """Write the pages in one transaction. Stored pages are readable on return.
+
+        If the call raises an exception, no page counts as stored.
 
         Returns:
-            The bytes on disk of each record, or None for a page that found no free slot and was not stored.
+            The size of each record on disk in bytes, or None for a page that was not stored for lack of a
+            free slot.
         """
         written = self._records.write(pages)
         sizes: list[int | None] = []
@@ -236,7 +247,7 @@ class Catalogue:
         return sizes
 
     def erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove the records in one transaction. Missing records are ignored."""
+        """Remove the records of these pages in one transaction. Keys without a record are ignored."""
         with self._changing() as txn:
             for key in keys:
                 self._replace(txn, key)
@@ -248,29 +259,42 @@ class Catalogue:
         return self._env.entry(key) is not None
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether a failed commit left a slot that is freed only by another change of this record."""
+        """Return whether a failed commit left it unknown which slot the entry of this page refers to.
+
+        The next committed change of the entry ends this state.
+        """
         return self._records.in_doubt(key)
 
     def make_places(self, pages: Sequence[Page]) -> bool:
-        """Join free blocks after ``store`` found no slot for these pages. Returns whether a retry makes sense."""
+        """Make slots for these pages by moving other records.
+
+        Call this after ``store`` found no free slots for the pages. Return whether to retry ``store``.
+        """
         return self._records.make_places(len(pages))
 
     def turn(self) -> None:
         """Commit a transaction that changes almost nothing.
 
-        LMDB reuses the space that a transaction freed only in the second transaction after it. This call makes the
-        space of the last erase usable, and shows whether the disk accepts writes again.
+        LMDB reuses space freed by a transaction no earlier than in the second transaction after it. This
+        commit makes the space freed by the last erase usable, and shows whether the disk accepts writes
+        again.
         """
         self._turns += 1
         with self._env.begin(write=True) as txn:
             txn.put(_TURN_KEY, self._turns.to_bytes(8, "little"), db=self._env.meta)
 
     def drop_dead_readers(self) -> int:
-        """Release the reader slots of killed programs, which keep pages from being reused. Returns their number."""
+        """Release the reader slots that killed processes left occupied. Return the number of released slots.
+
+        An occupied slot can keep LMDB from reusing its freed pages.
+        """
         return self._env.reader_check()
 
     def readers(self) -> set[tuple[int, str, int]]:
-        """Return open read transactions as (PID, thread, transaction). LMDB reuses no page that one of them may see."""
+        """Return the open read transactions as (PID, thread, transaction ID).
+
+        LMDB does not reuse a freed LMDB page that one of these transactions may still read.
+        """
         rows = (line.split() for line in self._env.readers().splitlines())
         return {(int(row[0]), row[1], int(row[2])) for row in rows if row[0].isdigit() and row[-1].isdigit()}
 
@@ -279,12 +303,12 @@ class Catalogue:
         require_free(self._env.path, self._sizing.record_nbytes)
 
     def sync(self) -> None:
-        """Make the last commits survive a power failure."""
+        """Flush the last commits to disk, so that they survive a power failure."""
         self._env.sync(True)
 
     @property
     def in_panic(self) -> bool:
-        """Return whether LMDB refuses all transactions until the environment is reopened (MDB_PANIC)."""
+        """Whether LMDB refuses all transactions until the environment is reopened (MDB_PANIC)."""
         try:
             with self._env.begin():
                 return False
@@ -294,18 +318,20 @@ class Catalogue:
             return False
 
     def reopen(self) -> None:
-        """Close and reopen the environment. Reads wait meanwhile. The outcome of a failed commit stays unknown.
+        """Close and reopen the environment. Reads block meanwhile.
+
+        The outcome of an earlier failed commit stays unknown.
 
         Raises:
             lmdb.Error: The environment cannot be opened now.
-            OSError: As for lmdb.Error.
+            OSError: The environment cannot be opened now.
         """
         self._env.reopen(_REOPEN_S)
         self._known = False
         self.num_records = self._count()
 
     def close(self) -> None:
-        """Close the environment and the files. No call may be in progress or follow."""
+        """Close the environment and the files. Idempotent. No other call may be in progress or follow."""
         self.reader.close()
         self._records.close()
         self.tombstones.close()
@@ -313,7 +339,7 @@ class Catalogue:
 
     @contextmanager
     def _changing(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """Open a write transaction, and tell the records how it ended."""
+        """Open a write transaction. Afterwards, report its outcome to the record storage and update the counters."""
         self._change = 0
         try:
             with self._env.begin(write=True, buffers=True) as txn:
@@ -330,7 +356,7 @@ class Catalogue:
         self.num_records = self._count()
 
     def _replace(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Tell the records, and the sum of bytes, that the transaction replaces or removes an entry."""
+        """Announce to the record storage that the entry of ``key`` changes, and subtract the old entry's size."""
         found = txn.get(key, db=self._env.catalogue)
         old = None if found is None else bytes(found)
         self._records.replaced(key, old)
@@ -341,7 +367,7 @@ class Catalogue:
         return sum(int(costs.sum()) for _, costs in self.locations())
 
     def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-        """Yield LOCATION and NBYTES of all entries in chunks, in the order of the tree."""
+        """Yield the LOCATION and NBYTES fields of all entries as arrays, in chunks and in key order."""
         with self._env.begin() as txn:
             values = txn.cursor(db=self._env.catalogue).iternext(keys=False, values=True)
             while chunk := b"".join(itertools.islice(values, _CHUNK)):
@@ -349,23 +375,29 @@ class Catalogue:
                 yield _numbers(rows[:, LOCATION]), _numbers(rows[:, NBYTES])
 
     def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
-        """Return the entries for which ``wanted`` is true, in key order."""
+        """Return (key, stored entry) for each entry for which ``wanted(entry)`` is true, in key order."""
         with self._env.begin() as txn:
             return [(PageKey(key), raw) for key, raw in txn.cursor(db=self._env.catalogue) if wanted(raw)]
 
     def find_keys(self, wanted: Callable[[bytes], bool]) -> list[PageKey]:
-        """Return the keys for which ``wanted`` is true, in order."""
+        """Return the keys for which ``wanted(key)`` is true, in key order."""
         with self._env.begin() as txn:
             keys = txn.cursor(db=self._env.catalogue).iternext(keys=True, values=False)
             return [PageKey(key) for key in keys if wanted(key)]
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Assign new slots of equal length to these pages in one transaction. IntegrityError if an entry is damaged."""
+        """Make the entries of these pages refer to other slots of the same length, in one transaction.
+
+        The caller must already have copied the records into these slots.
+
+        Raises:
+            IntegrityError: An entry is missing or damaged.
+        """
         with self._changing() as txn:
             for key, place in places.items():
                 found = txn.get(key, db=self._env.catalogue)
                 if found is None:
-                    raise IntegrityError(f"no entry of {key.hex()}, which was there")
+                    raise IntegrityError(f"the catalogue no longer has an entry for page {key.hex()}")
                 entry = unpack(key, bytes(found))
                 self._records.replaced(key, bytes(found))
                 entry = entry._replace(extent=place.extent, block=place.block)
@@ -377,25 +409,30 @@ class Catalogue:
 
 
 class FrozenCatalogue:
-    """The catalogue of a sub-directory that nobody writes meanwhile, opened without a change to it. Any thread.
+    """The catalogue of a sub-directory that is opened read-only. Thread-safe.
 
-    LMDB makes no lock file: the caller holds the sub-directory's own lock, shared or alone, and ``examine`` has passed
-    it. Records that tombstones name are not listed.
+    Opening changes nothing, and LMDB creates no lock file. The caller must hold the sub-directory's own lock,
+    shared or exclusive, so that no process writes meanwhile. ``examine`` must have found no fault. The reader
+    does not list records whose keys are in the tombstones.
     """
 
     undeleted: Sequence[PageKey] = ()
-    """As of ``Catalogue``."""
+    """Always empty, because the reader skips keys that are in the tombstones. See ``Catalogue.undeleted``."""
 
     def __init__(
         self, directory: Path, fingerprint: str, *, direct: bool = False, held_nbytes: int | None = None
     ) -> None:
-        """Open it. lmdb.Error or OSError if it cannot be.
+        """Open the environment read-only.
 
         Args:
-            directory: The sub-directory, which has records.
-            fingerprint: What its records are of.
-            direct: Extent files are read past the page cache.
-            held_nbytes: As of ``RecordReader``.
+            directory: The sub-directory. It must contain records.
+            fingerprint: Fingerprint of the model and settings that the records belong to.
+            direct: Whether to read extent files with O_DIRECT.
+            held_nbytes: See ``RecordReader``.
+
+        Raises:
+            lmdb.Error: The environment cannot be opened.
+            OSError: The environment cannot be opened.
         """
         self._env = Environment(
             partial(
@@ -404,13 +441,12 @@ class FrozenCatalogue:
                 readonly=True,
                 lock=False,
                 create=False,
-                readahead=False,
                 max_dbs=MAX_DBS,
             )
         )
+        payload: RecordBytes = InlineBytes(self._env)
         try:
             marker = read_marker(directory)
-            payload: RecordBytes = InlineBytes(self._env)
             if marker is not None and marker.payload == "extents":
                 files = ExtentFiles(directory, direct=direct, writable=False)
                 payload = ExtentBytes(self._env, files, Slots(1))
@@ -426,12 +462,13 @@ class FrozenCatalogue:
             )
             costs = [nbytes for _, _, nbytes in self.reader.summaries()]
         except BaseException:
+            payload.close()
             self._env.close()
             raise
         self.num_records, self.live_nbytes = len(costs), sum(costs)
 
     def close(self) -> None:
-        """No call may be running, and none may follow."""
+        """Close the environment and the files. No other call may be in progress or follow."""
         self.reader.close()
         self._env.close()
 

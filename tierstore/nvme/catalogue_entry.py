@@ -1,4 +1,7 @@
-"""One entry of the catalogue: fixed size, with its own checksum. No numpy, because the checking child imports it."""
+"""Encoding of catalogue entries. Every entry has the same size and its own checksum.
+
+This module does not import numpy, because the child process that checks a directory imports it.
+"""
 
 from __future__ import annotations
 
@@ -23,46 +26,51 @@ MAX_DBS = 4
 
 ENTRY_NBYTES = 88
 BODY_NBYTES = 80
-"""Length of an entry's body. The rest of an entry is a checksum over key and body."""
+"""Length of an entry's body in bytes. A checksum of key and body follows it."""
 
 LOCATION = slice(64, 72)
-"""Where an entry holds extent << 32 | block, little endian; 0 for a record in LMDB."""
+"""Slice of an entry that contains ``extent << 32 | block``, little endian; 0 for a record in LMDB."""
 
 NBYTES = slice(40, 48)
-"""Where an entry holds ``nbytes``, little endian."""
+"""Slice of an entry that contains ``nbytes``, little endian."""
 
 STORED_NBYTES = slice(48, 56)
-"""Where an entry holds ``stored_nbytes``, little endian."""
+"""Slice of an entry that contains ``stored_nbytes``, little endian."""
 
 PAGE_NUMBER = slice(56, 64)
-"""Where an entry holds ``page_number``, little endian. Versions before decision 026 read records there."""
+"""Slice of an entry that contains ``page_number``, little endian.
+
+Versions before decision 026 read the record from the LMDB page with this number. New entries contain 0.
+"""
 
 CATALOGUE_SHARE = 1024
-"""Share of ``nbytes`` for the leaf and branch bytes of one record in both trees, at LMDB's minimum fill of a quarter.
+"""Bytes in ``nbytes`` for the record's share of LMDB's leaf and branch pages in both trees.
+
+The value assumes that these LMDB pages are only 25 % full, the minimum.
 """
 
 LOSS = 37
-"""Index of an entry's ``loss`` byte."""
+"""Index of the ``loss`` byte in an entry."""
 
 LOSSES = ("", "exact", "fp8", "int8", "k8v4", "int4", "int4-64")
-"""Loss classes by number. A number is never reused. 0: the entry is older than this field."""
+"""Loss classes by number. Numbers are never reused. 0 means that the entry predates this field."""
 
 _BODY = struct.Struct("<36sBB2xQQQIIQ")
 _NO_PARENT = bytes(36)
 
 
 class Entry(NamedTuple):
-    """Where and how one page is stored.
+    """A catalogue entry: the parent, size and location of one stored page.
 
     Attributes:
-        nbytes: What the record costs on disk.
-        stored_nbytes: Length of its payload.
-        extent: Number of its extent file, from 1; 0 for a record in LMDB.
-        block: First 4 KiB block of its slot in that file, else 0.
+        nbytes: Bytes that the record takes on disk, including CATALOGUE_SHARE.
+        stored_nbytes: Length of the record's payload in bytes.
+        extent: Number of the record's extent file, starting at 1; 0 for a record in LMDB.
+        block: First 4 KiB block of the record's slot in that file; 0 for a record in LMDB.
         generation: The same value as in the record's head.
-        loss: Loss class of the keys' namespace, an index of LOSSES.
-        page_number: Where LMDB keeps the record in data.mdb, as noted by versions before decision 026, else 0. Never
-            read.
+        loss: Loss class of the key, as an index into LOSSES.
+        page_number: Number of the record's first LMDB page in data.mdb if a version before decision 026 wrote
+            the entry, else 0. Readers do not use it; only ``lmdb_walker`` checks it.
     """
 
     parent: PageKey | None
@@ -76,7 +84,10 @@ class Entry(NamedTuple):
 
 
 def slot_blocks(nbytes: _Number) -> _Number:
-    """Return the blocks of a slot whose record costs ``nbytes``, independent of the slot sizes when it was written."""
+    """Return the length, in 4 KiB blocks, of the slot of an entry with this ``nbytes``.
+
+    This is also correct for entries that were written with slot sizes other than the current ones.
+    """
     return (nbytes - CATALOGUE_SHARE) // 4096
 
 
@@ -102,14 +113,20 @@ def intact(key: bytes, raw: bytes) -> bool:
 
 
 def summary(item: tuple[bytes, bytes]) -> tuple[PageKey, PageKey | None, int]:
-    """Return key, parent and ``nbytes`` of an intact entry. Opening calls this once per record, so it must be fast."""
+    """Return the key, parent and ``nbytes`` of an intact entry, given as (key, stored entry).
+
+    Called for every record when a directory is opened, so it must be fast.
+    """
     key, raw = item
     nbytes = int.from_bytes(raw[NBYTES], "little")
     return PageKey(key), PageKey(raw[:36]) if raw[36] else None, nbytes
 
 
 def loss_class(item: tuple[bytes, bytes]) -> tuple[PageKey, str]:
-    """Return key and loss class of an intact entry; "" if the class is missing or unknown to this version."""
+    """Return the key and loss class of an intact entry, given as (key, stored entry).
+
+    The class is "" if the entry predates this field, or if this version does not know the class.
+    """
     key, raw = item
     return PageKey(key), LOSSES[raw[LOSS]] if raw[LOSS] < len(LOSSES) else ""
 
@@ -117,7 +134,7 @@ def loss_class(item: tuple[bytes, bytes]) -> tuple[PageKey, str]:
 def unpack(key: bytes, raw: bytes) -> Entry:
     """Decode an entry. Raises IntegrityError if it is damaged."""
     if not intact(key, raw):
-        raise IntegrityError("catalogue record differs from its checksum")
+        raise IntegrityError(f"the catalogue entry of page {key.hex()} does not match its checksum")
     parent, has_parent, loss, nbytes, stored_nbytes, page_number, block, extent, generation = (
         _BODY.unpack_from(raw)
     )

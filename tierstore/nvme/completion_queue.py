@@ -1,4 +1,4 @@
-"""Acks of submitted transfers: the I/O threads queue them for the thread that polls."""
+"""Acks of submitted transfers, which the I/O threads queue for the thread that polls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from tierstore.types import Ack, Failure, Transfer
 
 Outcome = int | Failure
-"""Result of one page: its number of bytes at the destination, or the reason why it failed."""
+"""Result for one page: its size at the destination in bytes, or why it failed."""
 
 
 class Job:
-    """One transfer and the state of its pages. Not thread-safe: guarded by the lock of the queue that holds it.
+    """One transfer and the state of its pages.
 
-    Pages that take too long can be left to a second ack, so that the first one need not wait for them.
+    Not thread-safe: protected by the lock of the queue it is in.
+
+    Pages that take too long can be reported in a second ack, so that the first ack need not wait for them.
     """
 
     __slots__ = ("_acked", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
@@ -34,32 +36,36 @@ class Job:
         self._spent = 0.0
 
     def spent(self, seconds: float) -> None:
-        """Add to the transfer's share of the time in which pages of any transfer were processed.
+        """Add ``seconds`` to the time that the I/O threads have spent on this transfer.
 
-        Time in a queue does not count, because it says nothing about the disk's throughput.
+        Transfers in progress at the same time share the elapsed time. Time in the queue is not counted,
+        because it says nothing about the disk's throughput.
         """
         self._spent += seconds
 
     def done(self, index: int, outcome: Outcome) -> bool:
-        """Record the result of page ``index``. Returns whether an ack is due."""
+        """Record the result of page ``index``. Return whether an ack is due."""
         self._outcomes[index] = outcome
         if index in self._late and not self._acked:
-            self._late.remove(index)  # it was marked as late, but ended before the first ack
+            self._late.remove(index)  # marked as late, but finished before the first ack
             return False
         self._left -= 1
         return self._left == 0
 
     def late(self, index: int) -> bool:
-        """Mark page ``index`` as late: the first ack does not wait for it, although it is still in progress.
+        """Mark page ``index``, which is still in progress, as late. The first ack does not wait for it.
 
-        Returns whether the first ack is due.
+        Return whether the first ack is due.
         """
         self._late.append(index)
         self._left -= 1
         return self._left == 0
 
     def ack(self) -> Ack:
-        """Return the ack that is due: first for all pages that are not late, later for the late ones."""
+        """Return the ack that is due. Call this once whenever ``done`` or ``late`` has returned True.
+
+        The first ack covers all pages that are not late, the second the late pages.
+        """
         late = sorted(self._late)
         places: Sequence[int]
         seconds = 0.0
@@ -86,25 +92,26 @@ class Job:
 
 
 class Shares:
-    """Divides time equally among the pieces of work that are in progress at each moment.
+    """A clock that divides elapsed time equally among the work items in progress.
 
-    Shares of concurrent work add up to the time in which any was in progress. Not thread-safe.
+    The shares of concurrent items add up to the time during which at least one item was in progress. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
         self._number = 0
         self._at = 0.0
         self._each = 0.0
-        """Share in seconds of a piece of work that has been in progress since the start."""
+        """Share, in seconds, of an item that has been in progress since the clock was created."""
 
     def begin(self, now: float) -> float:
-        """Count a piece of work as begun. Pass the result to ``end``."""
+        """Register a work item as started. Return the value that ``end`` needs as ``begun``."""
         self._advance(now)
         self._number += 1
         return self._each
 
     def end(self, begun: float, now: float) -> float:
-        """Count a piece of work as ended and return its share in seconds."""
+        """Register a work item as finished, and return its share of the elapsed time in seconds."""
         self._advance(now)
         self._number -= 1
         return self._each - begun
@@ -117,7 +124,7 @@ class Shares:
 
 
 class Outbox:
-    """Acks that have not been polled yet, and the counters of the I/O threads. Thread-safe."""
+    """Queue of acks that have not been polled yet, and the counters of the I/O threads. Thread-safe."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -126,41 +133,44 @@ class Outbox:
         self._counts: Counter[str] = Counter()
 
     def add(self, ack: Ack) -> None:
-        """Queue ``ack``, then call ``wake`` with no lock held. For I/O threads only."""
+        """Queue ``ack``, then call the ``wake`` callback with no lock held. Only I/O threads may call this."""
         self.add_quietly(ack)
         self._wake()
 
     def wake(self) -> None:
-        """Announce acks that ``add_quietly`` queued. For I/O threads only, with no lock held."""
+        """Call the ``wake`` callback for acks that ``add_quietly`` queued.
+
+        Only I/O threads may call this, with no lock held.
+        """
         self._wake()
 
     def add_quietly(self, ack: Ack) -> None:
-        """Queue ``ack`` without calling ``wake``.
+        """Queue ``ack`` without calling the ``wake`` callback.
 
-        For an I/O thread that holds a lock, and for a thread that submits, since its caller may hold a lock
-        that ``wake`` takes.
+        An I/O thread uses this while it holds a lock, and calls ``wake`` after releasing the lock. ``submit_*``
+        uses this because its caller may hold a lock that the callback takes.
         """
         with self._lock:
             self._acks.append(ack)
 
     def take(self) -> list[Ack]:
-        """Return all acks since the last call, oldest first."""
+        """Remove and return all queued acks, oldest first."""
         with self._lock:
             acks, self._acks = self._acks, []
             return acks
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add to a counter."""
+        """Add ``amount`` to the counter ``name``."""
         with self._lock:
             self._counts[name] += amount
 
     def counts(self) -> dict[str, int]:
-        """Return a copy of the counters. A counter that was never used is missing."""
+        """Return a copy of the counters. Counters that were never used are missing."""
         with self._lock:
             return dict(self._counts)
 
 
 def failed(transfer: Transfer, failure: Failure) -> Ack:
-    """Return the ack of a transfer whose pages all failed."""
+    """Return the ack of a transfer in which every page failed with ``failure``."""
     failures = tuple((index, failure) for index in range(len(transfer.keys)))
     return Ack(transfer_id=transfer.id, ok=not failures, num_ready=0, nbytes=0, failures=failures)

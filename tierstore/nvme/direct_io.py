@@ -1,6 +1,6 @@
-"""Direct I/O (O_DIRECT) past the page cache: its alignment rules, and a test whether a disk supports it.
+"""Direct I/O (O_DIRECT), which bypasses the page cache: alignment rules and a test of disk support.
 
-Also how a file gets its disk space before it is written.
+This module also preallocates disk space for files.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from tierstore.nvme.directory_layout import DATA_FILE, FULL, PROBE_FILE, fresh_f
 from tierstore.page import buffer
 
 BLOCK = 4096
-"""Offsets, lengths and addresses of direct transfers are multiples of this."""
+"""Offsets, lengths and addresses of direct I/O must be multiples of this many bytes."""
 
 
 def padded(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole blocks."""
+    """Return ``nbytes`` rounded up to a multiple of BLOCK."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Return a zeroed, flat, block-aligned buffer of whole blocks. Memory is committed only when touched."""
+    """Return a flat, zeroed buffer of at least ``nbytes`` bytes that direct I/O can use.
+
+    It is aligned to BLOCK, and its length is a multiple of BLOCK. Its memory is committed only when touched.
+    """
     return buffer(max(BLOCK, padded(nbytes)))
 
 
 def is_aligned(buffer: NDArray[np.uint8]) -> bool:
-    """Return whether a direct transfer can use ``buffer`` as it is."""
+    """Return whether direct I/O can use ``buffer`` as it is."""
     return buffer.nbytes % BLOCK == 0 and _address(buffer) % BLOCK == 0
 
 
 def _address(buffer: NDArray[np.uint8]) -> int:
-    # Called twice per page read. numpy's own method is six times slower, and needed only for read-only buffers.
+    # Called twice per page read. numpy's ``__array_interface__`` is six times slower and needed only for
+    # read-only buffers.
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer.data))
     except (TypeError, ValueError):
@@ -45,28 +49,33 @@ def _address(buffer: NDArray[np.uint8]) -> int:
 
 
 def set_direct(fd: int) -> None:
-    """Switch ``fd`` to direct transfers. Raises OSError if the file system does not support them."""
+    """Switch ``fd`` to direct I/O. Raises OSError if the file system does not support it."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 _CANNOT_PREALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""Of posix_fallocate. EINVAL: glibc then writes single bytes, which a direct descriptor refuses."""
+"""errno values of posix_fallocate on a file system that cannot preallocate.
+
+EINVAL is one of them: glibc's fallback writes single bytes, which a descriptor opened for direct I/O rejects.
+"""
 
 _ZEROS_NBYTES = 8 << 20
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have the disk set aside the first ``nbytes`` of a file, which has at least that length afterwards.
+    """Allocate disk space for the first ``nbytes`` bytes of a file, and extend the file to at least this length.
 
-    On a filesystem that cannot preallocate (ext4 without extents, some network and FUSE filesystems), what lies behind
-    the file's end is written as zeros, so that a full disk refuses now and not when the bytes are needed.
+    On a file system that cannot preallocate (ext4 without extents, some network and FUSE file systems), zeros
+    are written from the end of the file up to ``nbytes``. A full disk then causes an error now and not when
+    the space is needed.
 
     Args:
-        fd: Open for writing. Direct descriptors need a length and ``nbytes`` of whole blocks.
-        nbytes: At least 1.
+        fd: Descriptor open for writing. With direct I/O, the file's length and ``nbytes`` must be multiples of
+            BLOCK.
+        nbytes: Number of bytes, at least 1.
 
     Raises:
-        OSError: The disk has no room or fails. The file may be longer than before.
+        OSError: The disk is full or fails. The file may be longer than before.
     """
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -81,17 +90,18 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
     while start < end:
         done = os.pwritev(fd, [zeros[: end - start].data], start)
         if not done:
-            raise OSError(errno.EIO, "nothing was written")
+            raise OSError(errno.EIO, "a write of zeros to a file wrote 0 bytes")
         start += done
 
 
 def works(directory: Path) -> bool:
-    """Return whether direct I/O works in ``directory``: write two blocks and read them back in a temporary file.
+    """Return whether direct I/O works in ``directory``.
 
-    If the disk is full, one block of the data file is read directly instead. Any refusal or differing byte gives False.
+    Writes two blocks to a temporary file and reads them back. If the disk is full, reads one block of
+    LMDB's data file directly instead. Returns False on a mismatch, and on any error after the file was created.
 
     Raises:
-        OSError: No file can be created there.
+        OSError: The temporary file cannot be created, and the disk is not full.
     """
     try:
         fd = probe_file(directory)
@@ -108,7 +118,10 @@ def works(directory: Path) -> bool:
 
 
 def reads_directly(path: Path) -> bool:
-    """Return whether a direct read of the file's first block gives the same bytes as a normal read."""
+    """Return whether a direct read and a normal read of the file's first block return the same bytes.
+
+    Return False if the file cannot be opened or read.
+    """
     found = aligned(BLOCK)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -123,10 +136,12 @@ def reads_directly(path: Path) -> bool:
 
 
 def round_trip(fd: int) -> bool:
-    """Return whether two blocks written directly to the empty file ``fd``, in two pieces each, read back unchanged.
+    """Write two blocks to the empty file ``fd`` with direct I/O, and return whether they read back unchanged.
+
+    Both the write and the read use two buffers. ``fd`` stays switched to direct I/O.
 
     Raises:
-        OSError: The file system refuses direct transfers.
+        OSError: The file system does not support direct I/O, or the disk is full.
     """
     written, found = aligned(2 * BLOCK), aligned(2 * BLOCK)
     written[:] = np.frombuffer(os.urandom(2 * BLOCK), dtype=np.uint8)
@@ -137,7 +152,11 @@ def round_trip(fd: int) -> bool:
 
 
 def probe_file(directory: Path) -> int:
-    """Create and open a new, unnamed, empty file in ``directory``."""
+    """Create an empty file in ``directory``, unlink it, and return its open descriptor.
+
+    Raises:
+        OSError: The file cannot be created or unlinked.
+    """
     path = directory / PROBE_FILE
     fd = fresh_file(path)
     path.unlink()

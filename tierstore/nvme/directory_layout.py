@@ -1,15 +1,15 @@
-"""Layout of the tier's home directory: file names, markers, one sub-directory per (fingerprint, shard).
+"""Layout of the tier's home directory: file names, markers and one sub-directory per (fingerprint, shard).
 
-    home/                      mode 0700; it was empty when TierStore first used it
-      tierstore-home.json      the marker
+    home/                      mode 0700; was empty when TierStore first used it
+      tierstore-home.json      the home's marker
       <fingerprint>-<shard>.lock
-      <fingerprint>-<shard>/   an LMDB environment, extent files if pages are kept in these, and a marker that
-                               describes the model and says where pages are kept
-      <fingerprint>-<shard>.damaged-<n>/   a damaged sub-directory that was set aside; only purge deletes it
-      *.damaged-<n>            a marker or a lock file that could not be used
+      <fingerprint>-<shard>/   an LMDB environment, extent files if pages are stored in them, and a marker
+                               that describes the model and says where pages are stored
+      <fingerprint>-<shard>.damaged-<n>/   a damaged sub-directory that was renamed; only purge deletes it
+      *.damaged-<n>            an unusable marker or lock file that was renamed
 
-TierStore never touches files that it does not know. Standard library only, because the process that examines
-a directory before opening imports this module.
+TierStore never touches files that it does not recognize. This module uses only the standard library, because
+the process that examines a directory before opening imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ PROBE_FILE = "direct.probe"
 TOMBSTONES_FILE = "erased.bin"
 HOME_VERSION = 1
 FORMAT_VERSION = 2
-"""Version of a sub-directory. Version 1 had catalogue records without a place in extent files."""
+"""Format version of a sub-directory. In version 1, entries had no field for a location in an extent file."""
 
 _OUR_FILES = (
     DATA_FILE,
@@ -51,7 +51,7 @@ _OUR_FILES = (
     TOMBSTONES_FILE + ".new",
 )
 _EXTENT_NAME = re.compile(r"extent-(?P<number>(?!0{5})\d{5}|[1-9]\d{5,8})\.bin")
-"""Names that ``extent_path`` makes, with numbers that an entry can hold."""
+"""File names that ``extent_path`` returns for numbers that fit into an entry."""
 _SHARD_NAME = re.compile(
     r"(?P<fingerprint>[0-9A-Za-z_]{1,128})-(?P<shard>\d{1,5})(?P<damaged>\.damaged-\d+)?"
 )
@@ -60,18 +60,18 @@ _BUSY_S = 10.0
 _LONGEST_MARKER = 1 << 20
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""errno values of a system call that fails for lack of disk space."""
+"""errno values of system calls that fail for lack of disk space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMarker:
-    """The marker of a sub-directory.
+    """The marker of a sub-directory, which describes its contents.
 
     Attributes:
-        key_scheme: How the keys of its pages were made. Markers older than this field have the default.
-        codec: Codec of the pages written since the last opening. Records of any codec can be read.
-        description: Free text of the caller, for people.
-        payload: Where the bytes of pages are kept, "lmdb" or "extents".
+        key_scheme: How the keys of the pages were derived. Markers older than this field get the default.
+        codec: Codec of pages written since the directory was last opened. Records of any codec can be read.
+        description: The caller's free-form description, for people.
+        payload: Where page bytes are stored: "lmdb" or "extents".
         readers: Number of reader threads that suits this disk; 0 if it was not measured.
     """
 
@@ -88,14 +88,14 @@ class ShardMarker:
 
 
 def claim(path: Path) -> Path:
-    """Make ``path`` a home, or check that it is one, and return it resolved.
+    """Make ``path`` a home, or check that it is one, and return the resolved path.
 
-    A directory becomes a home only if it is missing or empty, or if a process died while it made the
-    directory a home. If the marker of an existing home is missing or damaged, it is replaced, with one
-    warning.
+    A directory becomes a home only if it is missing or empty, or if a process died while making it a home. A
+    missing or damaged marker of an existing home is replaced, with one warning.
 
     Raises:
-        ConfigError: The directory holds other files, or cannot be used. It is left unchanged.
+        ConfigError: The directory contains other files, is the home of a newer version, or cannot be used. It
+            is left unchanged.
     """
     try:
         home = path.expanduser().resolve()
@@ -113,30 +113,57 @@ def claim(path: Path) -> Path:
     return home
 
 
+def missing_folders(folder: Path) -> tuple[Path, ...]:
+    """Return those of ``folder`` and its parents that do not exist, the innermost first."""
+    return tuple(each for each in (folder, *folder.parents) if not os.path.lexists(each))
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove these folders in order, stopping at the first one that is missing or not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def unclaim(home: Path) -> None:
+    """Delete the home's marker if the home contains nothing else. Raises OSError if that fails."""
+    with alone(home):
+        marker = home / HOME_MARKER
+        if {each.name for each in home.iterdir()} == {marker.name}:
+            marker.unlink()
+
+
 def require_home(home: Path) -> None:
-    """Raise ConfigError unless ``home`` is a home. Changes nothing. A damaged marker only logs a warning."""
+    """Raise ConfigError unless ``home`` is a store's directory.
+
+    Changes nothing. A damaged marker only causes a warning.
+    """
     if not home.exists():
-        raise ConfigError(f"nvme.path is {home}, which does not exist; name a directory that TierStore made")
+        raise ConfigError(
+            f"nvme.path is {home}, which does not exist; name a directory that TierStore created"
+        )
     try:
         if home.is_dir() and not any(home.iterdir()):
-            raise ConfigError(f"{home} is empty: no store has used it yet")
+            raise ConfigError(
+                f"nvme.path is {home}, which is empty: no store has used it yet; choose a directory with pages"
+            )
         fault = _marker_fault(home)
     except OSError as error:
         raise _unusable(home, error) from error
     if fault is not None:
         _log.warning(
-            "%s is damaged (%s); the sub-directories in %s are read anyway", HOME_MARKER, fault, home
+            "%s cannot be used (%s); the sub-directories in %s are read anyway", HOME_MARKER, fault, home
         )
 
 
 def _marker_fault(home: Path) -> str | None:
-    """Return what is wrong with the marker of a home, or None.
+    """Return what is wrong with the marker of a home, or None if it is valid.
 
-    A directory is ours if its marker says so, if a sub-directory has a marker that fits its name, or if it has a
-    damaged marker and otherwise only files with names that TierStore gives.
+    A directory belongs to TierStore in three cases: its home marker says so, the marker of a sub-directory
+    matches that sub-directory's name, or the home marker is damaged but all other files have TierStore's names.
 
     Raises:
-        ConfigError: The directory is not ours, or a home of a newer version.
+        ConfigError: The directory does not belong to TierStore, or is a home of a newer version.
     """
     try:
         found = read_json(home / HOME_MARKER)
@@ -150,21 +177,21 @@ def _marker_fault(home: Path) -> str | None:
         raise _foreign(home) from None
     if not isinstance(found, dict) or found.get("format") != "tierstore-nvme":
         if _has_own_shard(home) or (not isinstance(found, dict) and _all_ours(home)):
-            return "it does not hold what TierStore writes there"
+            return "its contents are not those of a home marker"
         raise _foreign(home)
     version = found.get("version")
     if version == HOME_VERSION:
         return None
     if isinstance(version, int) and version > HOME_VERSION:
         raise ConfigError(
-            f"nvme.path is {home}, whose version {version} is newer than version {HOME_VERSION}, which this TierStore "
-            "reads; upgrade TierStore or choose a new directory"
+            f"nvme.path is {home}, whose format version {version} is newer than {HOME_VERSION}, the newest that this "
+            "TierStore supports; upgrade TierStore or choose a new directory"
         )
     return f"its version is {version!r}"
 
 
 def _has_own_shard(home: Path) -> bool:
-    """Return whether a sub-directory has a marker of ours that matches its name."""
+    """Return whether ``home`` has a sub-directory whose marker contains the fingerprint in the sub-directory's name."""
     for directory, fingerprint, _ in shard_directories(home):
         marker = read_marker(directory)
         if marker is not None and marker.fingerprint == fingerprint:
@@ -173,7 +200,7 @@ def _has_own_shard(home: Path) -> bool:
 
 
 def _all_ours(home: Path) -> bool:
-    """Return whether everything but the marker is an empty sub-directory or named like a file of ours."""
+    """Return whether ``home`` contains only files and empty sub-directories whose names TierStore uses."""
     names = (HOME_MARKER, _on_its_way(home / HOME_MARKER).name)
     for path in home.iterdir():
         if path.is_dir() and not path.is_symlink() and path.name != HOME_MARKER:
@@ -185,7 +212,10 @@ def _all_ours(home: Path) -> bool:
 
 
 def _mend_marker(home: Path, fault: str) -> None:
-    """Replace the home's damaged marker, which is renamed. On a full disk the home stays as it is."""
+    """Rename the home's damaged marker and write a new one, with one warning.
+
+    If the disk is too full for a new marker, only the warning is logged.
+    """
     marker = home / HOME_MARKER
     try:
         aside = move_aside(marker) if os.path.lexists(marker) else None
@@ -193,9 +223,9 @@ def _mend_marker(home: Path, fault: str) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        aside, fault = None, f"{fault}; there is no room to write it anew"
+        aside, fault = None, f"{fault}; the disk is too full to write a new one"
     _log.warning(
-        "%s in %s is damaged (%s)%s; the pages there are kept",
+        "%s in %s cannot be used (%s)%s; the pages there are kept",
         HOME_MARKER,
         home,
         fault,
@@ -220,7 +250,7 @@ def shard_name(fingerprint: str, shard: int) -> str:
 
 
 def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
-    """Yield path and fingerprint of each sub-directory, and whether it was set aside as damaged, by name."""
+    """Yield the path, fingerprint and damage flag of each sub-directory, sorted by name."""
     for path in sorted(home.iterdir()):
         match = _SHARD_NAME.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
@@ -228,7 +258,10 @@ def shard_directories(home: Path) -> Iterator[tuple[Path, str, bool]]:
 
 
 def others(directory: Path) -> list[dict[str, object]]:
-    """Return name, bytes on disk and damage flag of the other sub-directories; empty if they cannot be listed."""
+    """Return the name, size and damage flag of each sub-directory of the home except ``directory``.
+
+    Return [] if the sub-directories cannot be listed.
+    """
     try:
         return [
             {"name": path.name, "nbytes": disk_nbytes(path), "damaged": damaged}
@@ -240,7 +273,7 @@ def others(directory: Path) -> list[dict[str, object]]:
 
 
 def extent_path(directory: Path, number: int) -> Path:
-    """Return the path of an extent file. Numbers begin at 1."""
+    """Return the path of extent file ``number``. Numbers start at 1."""
     return directory / f"extent-{number:05}.bin"
 
 
@@ -255,13 +288,13 @@ def extent_sizes(directory: Path) -> dict[int, int]:
 
 
 def remove_extents(directory: Path) -> None:
-    """Delete all extent files. The caller must hold the lock, and no catalogue may name them."""
+    """Delete all extent files. The caller must hold the lock, and no catalogue may refer to them."""
     for number in extent_sizes(directory):
         extent_path(directory, number).unlink(missing_ok=True)
 
 
 def read_marker(directory: Path) -> ShardMarker | None:
-    """Read the sub-directory's marker. None if it is missing or unreadable."""
+    """Return the sub-directory's marker, or None if it is missing or unreadable."""
     try:
         return ShardMarker(**read_json(directory / SHARD_MARKER))
     except (OSError, ValueError, TypeError):
@@ -289,7 +322,7 @@ def read_json(path: Path) -> Any:
 
 
 def odd_kind(path: Path) -> str | None:
-    """Return "a FIFO" or similar if ``path`` is neither missing nor a regular file, else None. Opens nothing."""
+    """Return "a FIFO" or similar if ``path`` exists but is not a regular file, else None. Opens nothing."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -298,9 +331,10 @@ def odd_kind(path: Path) -> str | None:
 
 
 def unreadable(path: Path, flags: int = os.O_RDWR) -> str | None:
-    """Return a phrase if permissions keep the file at ``path`` from being opened with ``flags``, else None.
+    """Return "a file that cannot be opened (reason)" if permissions forbid opening ``path``, else None.
 
-    Opens and closes the file. Do not call it for LMDB's files while an environment is open: closing drops LMDB's locks.
+    Opens the file with ``flags`` and closes it again. Do not call this for LMDB's files while an environment is
+    open, because closing a file drops LMDB's locks.
     """
     try:
         os.close(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
@@ -311,14 +345,17 @@ def unreadable(path: Path, flags: int = os.O_RDWR) -> str | None:
 
 
 def fresh_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Replace anything at ``path`` by an empty file with mode 0600, and open it. Raises OSError."""
+    """Replace whatever is at ``path`` with an empty file (mode 0600) and return its open descriptor.
+
+    Raises OSError, for example if ``path`` is a directory that is not empty.
+    """
     with suppress(FileNotFoundError):
         remove_leftover(path)
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def remove_leftover(path: Path) -> None:
-    """Delete a file, link, FIFO or empty directory. Raises OSError, and FileNotFoundError if it is missing."""
+    """Delete a file, link, FIFO or empty directory. Raises OSError (FileNotFoundError if it is missing)."""
     try:
         path.unlink()
     except IsADirectoryError:
@@ -326,17 +363,17 @@ def remove_leftover(path: Path) -> None:
 
 
 def write_marker(directory: Path, marker: ShardMarker) -> None:
-    """Replace the sub-directory's marker atomically."""
+    """Atomically replace the sub-directory's marker."""
     write_json(directory / SHARD_MARKER, asdict(marker))
 
 
 def set_aside(directory: Path) -> Path:
-    """Rename a damaged sub-directory, whose lock the caller holds, and return its new path."""
+    """Rename a damaged sub-directory and return its new path. The caller must hold the lock."""
     return move_aside(directory)
 
 
 def move_aside(path: Path) -> Path:
-    """Append ``.damaged-<n>`` with the first free number to the name of ``path``; return the new path."""
+    """Append ``.damaged-<n>``, with the first unused number, to the name of ``path``. Return the new path."""
     number = 1
     while os.path.lexists(target := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -345,9 +382,12 @@ def move_aside(path: Path) -> Path:
 
 
 def remove(directory: Path) -> bool:
-    """Delete our files in a sub-directory, whose lock the caller holds. Returns whether the directory is gone too."""
-    # The catalogue goes first, so that an interruption leaves no entries without bytes. The marker goes last,
-    # because it identifies the directory as TierStore's.
+    """Delete TierStore's files in a sub-directory, and the sub-directory itself if it is then empty.
+
+    The caller must hold the lock. Return whether the sub-directory itself was deleted.
+    """
+    # The catalogue is deleted first, so that an interruption leaves no entries without bytes. The marker is
+    # deleted last, because it identifies the directory as TierStore's.
     names = sorted(path.name for path in directory.iterdir() if _is_ours(path.name))
     for name in sorted(names, key=lambda name: (name == SHARD_MARKER, name != DATA_FILE)):
         try:
@@ -362,7 +402,10 @@ def remove(directory: Path) -> bool:
 
 
 def disk_nbytes(directory: Path) -> int:
-    """Return the allocated bytes of the sub-directory and its files on disk."""
+    """Return the disk space, in bytes, allocated to a sub-directory and TierStore's files in it.
+
+    Return 0 if the sub-directory does not exist.
+    """
     total = 0
     try:
         ours = [path for path in directory.iterdir() if _is_ours(path.name)]
@@ -377,7 +420,7 @@ def disk_nbytes(directory: Path) -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Atomically replace ``path`` by a file with mode 0600 that holds ``value`` as JSON."""
+    """Atomically replace ``path`` with a file with mode 0600 that contains ``value`` as JSON."""
     temporary = _on_its_way(path)
     fd = fresh_file(temporary, os.O_WRONLY)
     try:
@@ -393,9 +436,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 def odd_files(directory: Path) -> dict[str, str]:
-    """Return the unusable files in a sub-directory that have names of TierStore's files, with the reasons."""
+    """Find files in a sub-directory that have TierStore's names but cannot be used.
+
+    Return what each one is, such as "a FIFO", by file name.
+    """
     names = sorted(path.name for path in directory.iterdir())
-    # Without the tombstones: an unusable file in their place counts as one that names every page.
+    # The tombstone file is excluded: if it is unusable, every page counts as erased.
     ours = [n for n in names if _is_ours(n) and n != TOMBSTONES_FILE and _DAMAGED.search(n) is None]
     kinds = {name: odd_kind(directory / name) or unreadable(directory / name) for name in ours}
     return {name: kind for name, kind in kinds.items() if kind is not None}
@@ -407,7 +453,10 @@ def _is_ours(name: str) -> bool:
 
 
 def _on_its_way(path: Path) -> Path:
-    """Return the temporary path of ``write_json``, which a killed process or a full disk may leave behind."""
+    """Return the path at which ``write_json`` writes a new file before renaming it to ``path``.
+
+    A killed process or a full disk may leave a file there.
+    """
     return path.with_name(path.name + ".new")
 
 
@@ -423,7 +472,10 @@ _ODD_KINDS = (
 
 @contextmanager
 def alone(home: Path) -> Iterator[None]:
-    """Lock ``home``, so that no other process can look for the marker and write it at the same time."""
+    """Hold a lock on ``home``, so that only one process at a time looks for the marker and writes it.
+
+    Waits up to 10 s for another process, then raises BlockingIOError.
+    """
     fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _BUSY_S
@@ -442,8 +494,8 @@ def alone(home: Path) -> Iterator[None]:
 
 def _foreign(home: Path) -> ConfigError:
     return ConfigError(
-        f"nvme.path is {home}, which holds files that TierStore did not make; choose a new or an empty directory, "
-        "or one that TierStore made"
+        f"nvme.path is {home}, which holds files that TierStore did not create; choose a new or an empty directory, "
+        "or one that TierStore created"
     )
 
 

@@ -1,7 +1,7 @@
-"""The lock of a sub-directory: which process has it open, and how to look without taking it.
+"""The lock of a sub-directory, which one process holds while it has the sub-directory open.
 
-The lock is an flock held by one open tier, with the PID in the file. A killed process leaves no stale lock. Tiers that
-were opened read-only share it.
+The lock is an flock, and the lock file contains the holder's PID. A killed process leaves no stale lock.
+Tiers that were opened read-only share the lock. ``lock_holder`` finds the holder without waiting for the lock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def lock_path(directory: Path) -> Path:
 
 
 def clear_odd_lock(directory: Path) -> None:
-    """Rename whatever stands in the place of a lock file and is not a regular file, with one warning. Raises OSError.
+    """If something other than a regular file is in the lock file's place, rename it, and log a warning.
 
-    Nobody can hold such a thing as a lock.
+    Nobody can hold a lock on such a file. Raises OSError if it cannot be renamed.
     """
     path = lock_path(directory)
     if odd_kind(path) is None:
@@ -42,17 +42,20 @@ def clear_odd_lock(directory: Path) -> None:
 
 
 _NO_LOCK = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
-"""Errors of an open call which show that something other than a file is in the lock's place."""
+"""errno values of an attempt to open or lock something that is not a regular file."""
 
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, *FULL)
 
-_GLANCE_S = 0.5  # somebody who only looks is soon gone, and must not be taken for a user
+_GLANCE_S = 0.5  # a process that only looks at a lock releases it within this time
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class FileLock:
-    """An exclusive lock, held until ``release`` or the end of the process. It also excludes within one process."""
+    """An exclusive or shared lock, held until ``release`` or process exit.
+
+    It also excludes other users within the same process.
+    """
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -60,10 +63,16 @@ class FileLock:
 
     @classmethod
     def share(cls, path: Path) -> FileLock | int | None:
-        """The lock on ``path`` for one who reads, beside others who do, or the holder as ``acquire`` returns it.
+        """Acquire a shared lock on ``path``, for a reader.
 
-        Nothing is written but a lock file that is missing. Where that cannot be made (a read-only medium or user, a
-        full disk) the lock excludes nobody. OSError if a file that is there cannot be opened.
+        A missing lock file is created; nothing else is written. If the file cannot be created (read-only file
+        system, missing permission, full disk), the returned lock excludes nobody.
+
+        Returns:
+            The lock, or the PID of a process that holds it exclusively (None if the PID is unknown).
+
+        Raises:
+            OSError: An existing lock file cannot be opened.
         """
         flags = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -85,7 +94,7 @@ class FileLock:
         except BaseException:
             os.close(fd)
             raise
-        if not _same_file(fd, path):  # unlinked between open and flock: that lock would exclude nobody
+        if not _same_file(fd, path):  # unlinked between open and flock: locking it would exclude nobody
             os.close(fd)
             return cls.share(path)
         lock = cls(path, fd)
@@ -94,11 +103,12 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path) -> FileLock | int | None:
-        """Lock ``path``, creating the file if needed.
+        """Acquire an exclusive lock on ``path``, creating the file if needed.
 
-        Returns the PID of the holder when it is taken, or None if that is unknown or the holders only read.
+        If the lock is held, wait up to 0.5 s, because the holder may be a process that only checks the lock.
 
-        Waits up to half a second for a process that only looks.
+        Returns:
+            The lock, or the PID of the current holder. None if the PID is unknown or all holders are readers.
 
         Raises:
             OSError: The file cannot be opened.
@@ -130,23 +140,30 @@ class FileLock:
         _held.add(lock)
         return lock
 
+    @property
+    def path(self) -> Path:
+        """Path of the lock file."""
+        return self._path
+
     def remove(self) -> None:
-        """Unlink the file while holding the lock."""
+        """Unlink the lock file. The caller must hold the lock."""
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock. Calling it again has no effect."""
         _held.discard(self)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextmanager
 def lock_holder(path: Path) -> Iterator[int | None]:
-    """Look at a lock without taking it. Gives the holder's PID, 0 if it is unknown, or None if the lock is free.
+    """Find the process that holds a lock exclusively.
 
-    A free lock stays free until the context ends. The file is neither changed nor created.
+    Yield its PID, 0 if the PID is unknown, or None if no process holds the lock exclusively. After None, nobody
+    can acquire the lock exclusively until the context exits, unless the lock file is missing. The lock file is
+    neither changed nor created.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -168,10 +185,12 @@ def lock_holder(path: Path) -> Iterator[int | None]:
 
 @contextmanager
 def locked_to_read(path: Path) -> Iterator[int | None]:
-    """Hold a lock while reading what it guards. Gives None, or the PID of the present holder (0 if it is unknown).
+    """Hold a lock exclusively, so that the data it protects can be read.
 
-    If the file cannot be written (read-only medium or user, full disk), or others hold the lock to read, it is only
-    watched, as in ``lock_holder``.
+    Yield None if the data can be read, or the PID of the process that holds the lock (0 if it is unknown).
+
+    The lock is only checked, as in ``lock_holder``, if other readers hold it, or if the lock file cannot be
+    written (read-only file system, missing permission, full disk).
     """
     try:
         lock = FileLock.acquire(path)
@@ -193,13 +212,13 @@ def locked_to_read(path: Path) -> Iterator[int | None]:
 
 
 def _require_file(fd: int) -> None:
-    """Raise OSError unless it is a regular file; nobody locks anything else."""
+    """Raise OSError unless ``fd`` is a regular file. Only regular files are locked."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _is_shared(fd: int) -> bool:
-    """Whether those who hold the lock of this descriptor's file only read."""
+    """Return whether all holders of the lock on this file are readers. If so, ``fd`` then shares the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,7 +241,8 @@ def _same_file(fd: int, path: Path) -> bool:
 
 
 def _let_go_in_child() -> None:
-    # A forked child shares the lock. Closing its descriptor keeps it from holding the lock after the parent has died.
+    # A forked child inherits the lock. Closing its descriptor keeps the child from holding the lock after the
+    # parent has died.
     for lock in list(_held):
         lock.release()
 

@@ -1,4 +1,4 @@
-"""A short benchmark of a disk past the page cache: its read and write rates, and how many reader threads it needs."""
+"""A short disk benchmark that bypasses the page cache and chooses the number of reader threads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, reserve, set_direct
+from tierstore.threads import SharedFile
 
 NBYTES = 32 << 20
-"""Bytes that are written, and then read at random offsets."""
+"""Number of bytes that the benchmark writes to a file and then reads from at random offsets."""
 
 THREADS = (1, 2, 4, 8)
 
@@ -27,7 +28,12 @@ _ENOUGH = 0.95
 
 
 class Rates(NamedTuple):
-    """Rates in bytes/s: writes including fdatasync, and random reads including the checksum, by number of threads."""
+    """Measured rates in bytes/s.
+
+    Attributes:
+        write: Rate of writes, including fdatasync.
+        reads: Rate of random reads, including the checksum, by number of threads.
+    """
 
     write: float
     reads: Mapping[int, float]
@@ -39,14 +45,14 @@ class Rates(NamedTuple):
 
 
 def ask(directory: Path, page_nbytes: int) -> Rates:
-    """Measure the disk under ``directory`` with a temporary file: 32 MiB written, then 0.12 s of random reads.
+    """Benchmark the disk that holds ``directory``: write 32 MiB to a file, then read at random offsets for 0.12 s.
 
     Args:
         directory: A directory on the disk.
-        page_nbytes: Approximate size of a read.
+        page_nbytes: Size of a page in bytes. A read has the same size, within 64 KiB to 2 MiB.
 
     Raises:
-        OSError: The file cannot be used, or the file system does not support O_DIRECT.
+        OSError: The file cannot be created, written or read, or the file system does not support O_DIRECT.
     """
     fd = probe_file(directory)
     try:
@@ -56,7 +62,7 @@ def ask(directory: Path, page_nbytes: int) -> Rates:
 
 
 def rates(fd: int, page_nbytes: int, nbytes: int = NBYTES) -> Rates:
-    """Measure like ``ask``, in an empty file of the caller, which is overwritten."""
+    """Write ``nbytes`` bytes to the empty file ``fd``, read them back, and return the rates. See ``ask``."""
     set_direct(fd)
     write = _write_rate(fd, nbytes)
     step = padded(min(_MOST_READ, max(_LEAST_READ, page_nbytes), nbytes))
@@ -78,12 +84,13 @@ def _read_rate(fd: int, nbytes: int, step: int, count: int) -> float:
     """Return the read rate of ``count`` threads in bytes/s."""
     offsets = np.random.default_rng(count).integers(0, (nbytes - step) // BLOCK + 1, 1 << 12) * BLOCK
     buffers = [aligned(step) for _ in range(count)]
+    file = SharedFile(os.dup(fd))
     start = perf_counter()
 
     def read(number: int, buffer: NDArray[np.uint8]) -> int:
         done = 0
         for turn in range(number, len(offsets), count):
-            done += os.preadv(fd, [buffer.data], int(offsets[turn]))
+            done += os.preadv(file.fd, [buffer.data], int(offsets[turn]))
             xxh3_128_digest(buffer.data)
             if perf_counter() - start > _SECONDS:
                 break

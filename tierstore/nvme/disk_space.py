@@ -1,6 +1,7 @@
-"""How a capacity in bytes becomes map size, extents, batch size and budget, and whether the disk has the space.
+"""Sizing of a tier from its capacity in bytes, and checks for free disk space.
 
-``size`` and ``size_extents`` are pure arithmetic; ``shortage`` and ``require_free`` ask the file system.
+A sizing consists of the map size, extents, batch size and budget. ``size`` and ``size_extents`` are pure
+arithmetic; ``shortage`` and ``require_free`` query the file system.
 """
 
 from __future__ import annotations
@@ -17,29 +18,33 @@ from tierstore.errors import ConfigError
 from tierstore.nvme import directory_layout
 from tierstore.nvme.catalogue_entry import CATALOGUE_SHARE
 from tierstore.nvme.record_format import record_nbytes
+from tierstore.types import exact_size
 
 _log = logging.getLogger("tierstore.nvme.opening")
 
 EXTENTS_FROM = 1 << 30
-"""From this capacity on, ``payload: auto`` chooses extent files, and the disk of a new directory is benchmarked."""
+"""Minimum capacity, in bytes, for which ``payload: auto`` chooses extent files.
+
+Also the minimum capacity for which the disk of a new directory is benchmarked.
+"""
 
 _MIB = 1 << 20
 _VALUE_PREFIX = 16  # LMDB's page header in front of a large value
 _SMALL_FILES = 64 << 10  # lock files and markers: everything except data.mdb and extent files
 _FIXED_PAGES = 32  # meta pages, tree roots and the free list
-_COPIED_PAGES = 3  # tree pages that one changed record copies before the old ones are free again
-_WATERMARK = 0.85  # of the map; above it, runs of free pages become too short
+_COPIED_PAGES = 3  # tree pages that LMDB copies to change one record; the old ones become free later
+_WATERMARK = 0.85  # maximum fraction of the map to fill; above it, runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of different lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
-# No part of a batch is kept in memory. A commit costs 10 ms plus the time for its bytes.
+# Larger, because these batches are not kept in memory, and a commit takes 10 ms plus the time for its bytes.
 _EXTENT_BATCH_NBYTES = 256 * _MIB
 _SLACK_NBYTES = 64 * _MIB  # for records that replace others
 _EXTENT_WATERMARK_ENCODED = (
-    0.90  # slots of different lengths leave holes, which moving records fills up to here
+    0.90  # slots of different lengths leave holes; moving records makes it possible to fill this fraction
 )
 _EXTENT_NBYTES = 256 * _MIB
-_UNITS = 32  # lengths of slots: more lengths waste less per slot, fewer make holes easier to reuse
-_SHORTEST = {"exp": 2}  # a record never takes less than this fraction of a slot, which bounds the catalogue
+_UNITS = 32  # number of slot lengths: more lengths waste less per slot, fewer make holes easier to reuse
+_SHORTEST = {"exp": 2}  # by codec, n: every slot is at least 1/n of the longest, which bounds the catalogue
 _SHORTEST_LOSSY = 4
 _LEAST_SLOTS = 8
 _LEAST_ENCODED = 4
@@ -50,11 +55,14 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Sizes of a tier, in bytes except for ``batch_pages`` and ``erase_keys``, which limit one transaction.
+    """Sizes of a tier in bytes, and the numbers of pages and keys that one transaction may write and erase.
 
-    The remaining fields are 0 if records are in LMDB. In extent files the slot of a record takes whole multiples of
-    ``unit_nbytes``, between ``least_nbytes`` and ``slot_nbytes``. All files together take at most ``extents_nbytes``, a
-    new one ``extent_nbytes``.
+    A record takes at most ``record_nbytes``. While all records together take at most ``budget_nbytes``, the
+    tier stays within its capacity.
+
+    The fields from ``slot_nbytes`` on are 0 if records are stored in LMDB. In extent files, the slot of a
+    record is a multiple of ``unit_nbytes`` between ``least_nbytes`` and ``slot_nbytes``. All files together
+    take at most ``extents_nbytes``, and a new file takes at most ``extent_nbytes``.
     """
 
     record_nbytes: int
@@ -70,7 +78,11 @@ class Sizing:
 
     @property
     def most_nbytes(self) -> int:
-        """Record bytes above which writes are refused: the budget plus half of the slack, or all slots."""
+        """Total size of records, in bytes, above which writes are refused.
+
+        With LMDB, this is halfway between the budget and the map size. With extent files, it is the size of the
+        largest record times the number of slots of that size.
+        """
         if self.slot_nbytes:
             return self.extents_nbytes // self.slot_nbytes * self.record_nbytes
         return (self.budget_nbytes + self.map_size) // 2
@@ -81,16 +93,16 @@ class Sizing:
         return min(-(-wanted // self.unit_nbytes) * self.unit_nbytes, self.slot_nbytes)
 
     def cost(self, stored_nbytes: int) -> int:
-        """Return the bytes on disk of a record with a payload of this length, including its share of the catalogue."""
+        """Return the disk space, in bytes, for a payload of this length and its share of the catalogue."""
         on_disk = self.slot(stored_nbytes) if self.slot_nbytes else _on_disk(stored_nbytes)
         return on_disk + CATALOGUE_SHARE
 
 
 def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
-    """Size a tier that keeps records in LMDB, so that everything on disk fits into ``capacity``.
+    """Return the sizes of a tier that stores records in LMDB.
 
-    The promise holds while live records stay within the budget. ``record_nbytes`` is the largest record; an encoded
-    page takes less.
+    Everything on disk fits into ``capacity`` bytes while live records stay within the budget.
+    In the result, ``record_nbytes`` is the size of the largest record; encoded pages take less.
 
     Raises:
         ConfigError: Not even one page fits.
@@ -119,13 +131,14 @@ def size(capacity: int, page_nbytes: int, *, codec: str = "none") -> Sizing:
 def size_extents(
     capacity: int, page_nbytes: int, catalogue_nbytes: int = 0, *, codec: str = "none"
 ) -> Sizing:
-    """Size a tier that keeps records in extent files. The files and a full catalogue take at most ``capacity``.
+    """Return the sizes of a tier with extent files.
 
-    Slots beyond the budget serve records that replace others, records that are still being read and, with a codec,
-    holes. The catalogue has space for as many records as fit if each is ``_SHORTEST`` times shorter.
+    The files and a full catalogue together fit into ``capacity`` bytes. Slots beyond the budget are for records
+    that replace others, for records that are still being read and, with a codec, for holes. The catalogue is
+    large enough even if every record has the shortest slot.
 
     Args:
-        catalogue_nbytes: Length of an existing data.mdb, which never shrinks.
+        catalogue_nbytes: Length in bytes of an existing data.mdb, which never shrinks, or 0.
 
     Raises:
         ConfigError: Not even one page fits.
@@ -140,7 +153,8 @@ def size_extents(
     extent_slots = max(1, max(capacity // _MOST_EXTENTS, min(_EXTENT_NBYTES, capacity // 16)) // slot)
     if encoded:  # the end of a file is wasted if it is too short for a record
         extent_slots = max(extent_slots, _LEAST_SLOTS)
-    # The changes of one transaction, and pages freed by the two before it, which cannot be reused yet.
+    # Space for the changes of one transaction, and for pages freed by the two before it, which cannot be
+    # reused yet.
     working = _FIXED_PAGES * block + 3 * erase_keys * copied
     files = _SMALL_FILES + (capacity // (extent_slots * slot) + 2) * block
     num_slots = max(0, capacity - files - working) // (slot + share)
@@ -170,13 +184,14 @@ def size_extents(
 
 
 def _on_disk(stored_nbytes: int) -> int:
-    """Return the bytes of the whole LMDB pages that a record takes."""
+    """Return the size in bytes of the LMDB pages that a record takes."""
     return -(-(_VALUE_PREFIX + record_nbytes(stored_nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _too_small(capacity: int, least: int, page_nbytes: int) -> ConfigError:
     return ConfigError(
-        f"nvme.capacity must be at least {least * 5 // 4} bytes for pages of {page_nbytes} bytes, got {capacity} bytes"
+        f"nvme.capacity must be at least {exact_size(least * 5 // 4)} for pages of {exact_size(page_nbytes)}, got "
+        f"{exact_size(capacity)}"
     )
 
 
@@ -184,26 +199,30 @@ _TRANSACTION_NBYTES = 64 << 10
 
 
 def free_nbytes(directory: Path) -> int:
-    """Return the free bytes that this user may still take on the disk under ``directory``."""
+    """Return how many bytes this user can still allocate on the disk that holds ``directory``."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize
 
 
 def least_free_nbytes(record_nbytes: int) -> int:
-    """Return the free bytes below which a disk counts as full: two records and the other pages of a transaction."""
+    """Return the number of free bytes below which a disk counts as full.
+
+    A transaction needs space for two records and 64 KiB of other LMDB pages.
+    """
     return 2 * record_nbytes + _TRANSACTION_NBYTES
 
 
 def require_free(directory: Path, record_nbytes: int) -> None:
-    """Raise OSError (ENOSPC) if the disk counts as full."""
+    """Raise OSError (ENOSPC) if the disk counts as full for records of at most this size."""
     if free_nbytes(directory) < least_free_nbytes(record_nbytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
-    """Return why not even one more page can be written now, or None.
+    """Return a description of the disk's shortage of space if not even one more page fits, else None.
 
-    A directory that holds records is opened even if the disk has less free space than its capacity; a warning says so.
+    A directory that contains records may have less disk space than its capacity. If at least one more page
+    fits, this only logs a warning.
 
     Raises:
         ConfigError: The directory is new and the disk has less free space than ``marker.capacity``.
@@ -214,10 +233,13 @@ def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | Non
         return None
     if not has_records(directory):
         raise ConfigError(
-            f"nvme.capacity must be at most {free + own} bytes (free disk space plus what the tier already uses), "
-            f"got {marker.capacity} bytes"
+            f"nvme.capacity must be at most {exact_size(free + own)}, the free disk space plus the space that the tier "
+            f"already uses, got {exact_size(marker.capacity)}"
         )
-    told = f"the disk has {free} bytes free, the tier uses {own} bytes, and nvme.capacity is {marker.capacity} bytes"
+    told = (
+        f"the disk has {exact_size(free)} free, the tier uses {exact_size(own)}, and nvme.capacity is "
+        f"{exact_size(marker.capacity)}"
+    )
     if free < least_free_nbytes(marker.page_nbytes):
         return told
     _log.warning("the NVMe tier at %s has less disk space than its capacity: %s", directory, told)
@@ -225,7 +247,7 @@ def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | Non
 
 
 def has_records(directory: Path) -> bool:
-    """Return whether the directory holds a catalogue from before. Its state is not checked."""
+    """Return whether the directory contains a non-empty catalogue. The catalogue itself is not checked."""
     try:
         found = (directory / directory_layout.DATA_FILE).lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Check whether an environment left by an earlier process may be opened, in a child process."""
+"""A check, in a child process, of whether an environment left by an earlier process is safe to open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tierstore.errors import ConfigError
 from tierstore.nvme.directory_layout import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
 from tierstore.nvme.lmdb_walker import read_meta
+from tierstore.types import exact_size
 
 _PROGRAM = """
 import runpy, sys
@@ -21,19 +22,25 @@ runpy.run_module("tierstore.nvme.lmdb_walker", run_name="__main__")
 
 
 class Examination(NamedTuple):
-    """Result of ``examine``. ``fault``: why the environment must not be opened, or None. ``records``: their number."""
+    """Result of ``examine``.
+
+    Attributes:
+        records: Number of records; 0 if there is a fault.
+        fault: Why the environment must not be opened, or None.
+    """
 
     records: int = 0
     fault: str | None = None
 
 
 def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
-    """Check the environment in ``directory`` without changing it. Nobody may write to it meanwhile.
+    """Check the environment in ``directory`` without changing it. No process may write to it meanwhile.
 
-    A missing or empty data.mdb has no fault and no records. One of another format version is not read.
+    A missing or empty data.mdb has no fault and no records. Another format version counts as a fault, and the
+    environment is then not read. A check that takes longer than ``timeout_s`` seconds also counts as a fault.
 
     Raises:
-        ConfigError: The child process cannot be started.
+        ConfigError: The child process cannot be started or fails before it reads the environment.
     """
     data = directory / DATA_FILE
     odd = odd_kind(data)
@@ -51,30 +58,44 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
 
 
 def fault_of_length(data: Path) -> str | None:
-    """Return why LMDB's file must not be mapped, judging by its meta pages and its length, or None."""
+    """Return why LMDB must not map the data file, judging by its meta pages and its length, or None if it may."""
     end, length = _end_of_last_page(data), data.stat().st_size
     if end is None:
         return "its meta pages cannot be read"
-    return f"data.mdb has {length} bytes where its last page ends at {end}" if length < end else None
+    return (
+        f"data.mdb is truncated: its length is {exact_size(length)}, but its last page ends at {exact_size(end)}"
+        if length < end
+        else None
+    )
 
 
 def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:
-    """Walk the trees in a child process, because a damaged file can crash it. ConfigError if it cannot be started."""
+    """Walk the environment's trees in a child process, because reading a damaged file can crash the process.
+
+    Raises:
+        ConfigError: The child process cannot be started or fails before it reads the environment.
+    """
     package_root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-c", _PROGRAM, package_root, str(directory), payload]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Examination(fault=f"walking its catalogue took over {timeout_s:.0f} s")
+        return Examination(fault=f"the check of its catalogue took longer than {timeout_s:.0f} s")
     except OSError as error:
-        raise ConfigError(f"nvme.path: the process that checks it could not be started ({error})") from error
+        raise ConfigError(
+            f"nvme.path cannot be checked: the child process could not be started ({error})"
+        ) from error
     begun, _, count = child.stdout.partition("\n")
     if begun != "walking":
-        raise ConfigError(f"nvme.path: the process that checks it failed: {child.stderr.strip()[-300:]}")
+        raise ConfigError(
+            f"nvme.path cannot be checked: the child process failed: {child.stderr.strip()[-300:]}"
+        )
     if child.returncode == 0:
         return Examination(records=int(count))
     if child.returncode < 0:
-        return Examination(fault=f"walking its catalogue ended in {signal.Signals(-child.returncode).name}")
+        return Examination(
+            fault=f"the check of its catalogue was killed by {signal.Signals(-child.returncode).name}"
+        )
     return Examination(fault=child.stderr.strip()[-300:])
 
 

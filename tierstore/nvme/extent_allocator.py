@@ -1,14 +1,15 @@
-"""Bookkeeping of the blocks in extent files: free, used, or still being read. No file or catalogue access.
+"""Allocator for the blocks of extent files. It accesses neither the files nor the catalogue.
 
-A slot is taken before it is written and freed once no committed entry names it. A slot that a reader has pinned is
-freed with the last pin. Allocation is best fit (segregated fit; Wilson et al., "Dynamic Storage Allocation", 1995): a
-slot is cut from the front of the lowest of the shortest free runs that are long enough, and freed runs are joined with
-their neighbours. So records of a few lengths reuse each other's holes. Block numbers include the file (file << 32 |
-block), so no run crosses files.
+A slot is taken before it is written, and freed once no committed entry refers to it. A slot that readers have
+pinned is freed at the last unpin. Allocation is best fit (segregated fit; Wilson et al., "Dynamic Storage
+Allocation", 1995): a slot is cut from the front of the shortest free run that is long enough, the lowest one if
+several are equally short. Freed runs are merged with their neighbours. Records of a few different lengths
+therefore reuse each other's holes. Block numbers include the file number (file << 32 | block), so no run
+extends over two files.
 
-If lengths differ, in particular after a change of codec, all free blocks may be in pieces that are too short. ``moves``
-then plans which records to move from the emptiest windows into holes that fit them. Records of equal length never need
-this.
+If lengths differ, in particular after a change of codec, every free run may be too short. ``moves`` then
+plans which records to move into holes that fit them. The records are taken from the emptiest windows, which are
+ranges of consecutive blocks. Records of equal length never need this.
 
 All methods of ``Slots`` are thread-safe.
 """
@@ -32,15 +33,15 @@ from tierstore.errors import IntegrityError
 
 
 class FreeRuns:
-    """Free runs of blocks. ``longest`` is the longest slot; runs of at least this length are treated alike.
+    """Free runs of blocks. Runs of at least ``longest`` blocks (the longest slot) are treated as equally long.
 
-    ``take`` and ``give`` cost O(log n) amortized in the number of runs.
+    ``take`` and ``give`` take amortized O(log n) time for n runs.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._lengths: dict[int, int] = {}  # run length by first block
-        self._firsts: dict[int, int] = {}  # first block by the block after the run
+        self._firsts: dict[int, int] = {}  # first block of a run, by the block after its end
         self._heaps: dict[int, list[int]] = {}  # first blocks by run length; may contain stale entries
         self._known: list[int] = []  # lengths that have a heap, ascending
         self._pushed = 0
@@ -48,7 +49,7 @@ class FreeRuns:
         """Total number of free blocks."""
 
     def take(self, blocks: int) -> int | None:
-        """Take this many consecutive blocks and return the first, or None if no run is long enough."""
+        """Take ``blocks`` consecutive blocks and return the first, or None if no run is long enough."""
         for length in self._known[bisect_left(self._known, blocks) :]:
             first = self._lowest(length)
             if first is not None:
@@ -59,7 +60,7 @@ class FreeRuns:
         return None
 
     def give(self, first: int, blocks: int) -> None:
-        """Return blocks that were taken."""
+        """Free blocks that were taken, and merge them with adjacent free runs."""
         end = first + blocks
         before = self._firsts.get(first)
         if before is not None:
@@ -70,7 +71,11 @@ class FreeRuns:
         self._add(first, end - first)
 
     def take_between(self, first: int, blocks: int) -> list[tuple[int, int]]:
-        """Take the free ones of ``blocks`` blocks from ``first`` on. Returns first block and length of each piece."""
+        """Take all free blocks among the ``blocks`` blocks that start at ``first``.
+
+        Returns:
+            The first block and length of each piece.
+        """
         end, taken = first + blocks, []
         for start, length in sorted(self._lengths.items()):
             stop = start + length
@@ -116,7 +121,7 @@ class FreeRuns:
         return length
 
     def _sweep(self) -> None:
-        """Drop stale heap entries."""
+        """Remove stale heap entries."""
         self._heaps.clear()
         self._known.clear()
         self._pushed = 0
@@ -133,7 +138,7 @@ class Place(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The global number of its first block."""
+        """Global number of the slot's first block."""
         return self.extent << 32 | self.block
 
     @classmethod
@@ -143,7 +148,7 @@ class Place(NamedTuple):
 
 
 class Slots:
-    """Slots of up to ``longest`` blocks in extent files. All counts are blocks."""
+    """Slots of up to ``longest`` blocks in extent files. All counts are in blocks. Thread-safe."""
 
     def __init__(self, longest: int) -> None:
         self._lock = threading.Lock()
@@ -154,24 +159,26 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Blocks in all extent files."""
+        """Number of blocks in all extent files."""
         with self._lock:
             return sum(self._extents.values())
 
     @property
     def num_free(self) -> int:
-        """Free blocks, not necessarily consecutive."""
+        """Number of free blocks, which need not be consecutive."""
         with self._lock:
             return self._runs.num_blocks
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that become free with the last pin of their slot."""
+        """Number of blocks in freed slots that are still pinned."""
         with self._lock:
             return sum(place.blocks for place in self._waiting)
 
     def add_extent(self, number: int, blocks: int, used: Sequence[tuple[int, int]] = ()) -> None:
-        """Add an extent file of ``blocks`` blocks, free except for ``used`` (first, length), in ascending order.
+        """Add an extent file of ``blocks`` blocks.
+
+        All its blocks are free except those in ``used``, ranges (first block, length) in ascending order.
 
         Raises:
             IntegrityError: A used range lies outside the file or overlaps the next one.
@@ -183,15 +190,15 @@ class Slots:
             for end, first in zip(ends, firsts, strict=True):
                 if first < end:
                     raise IntegrityError(
-                        f"records of extent file {number} overlap, or one lies outside the file"
+                        f"records of extent file {number} overlap, or one extends past the end of the file"
                     )
                 if first > end:
                     self._runs.give(number << 32 | end, first - end)
 
     def cut_extent(self, number: int, blocks: int) -> None:
-        """Forget the blocks of an extent from ``blocks`` on, or the whole extent if that is 0.
+        """Truncate an extent to its first ``blocks`` blocks, or remove the whole extent if ``blocks`` is 0.
 
-        None may be used or pinned.
+        None of the removed blocks may be used or pinned.
         """
         with self._lock:
             self._runs.take_between(number << 32 | blocks, 1 << 32)
@@ -205,13 +212,16 @@ class Slots:
         return 0 < place.blocks <= self._extents.get(place.extent, 0) - place.block
 
     def take(self, blocks: int) -> Place | None:
-        """Take a free slot of this length, if possible right after the previous one. None if there is none."""
+        """Take a free slot of ``blocks`` blocks. Return None if no free run is long enough."""
         with self._lock:
             first = self._runs.take(blocks)
             return None if first is None else Place.at(first, blocks)
 
     def free(self, places: Iterable[Place]) -> None:
-        """Free slots that no committed entry names any more. Pinned slots become free after their last pin."""
+        """Free slots that no committed entry refers to any more.
+
+        Pinned slots become free at their last unpin.
+        """
         with self._lock:
             for place in places:
                 if self._pins[place] > 0:
@@ -221,12 +231,15 @@ class Slots:
                     self._runs.give(place.first, place.blocks)
 
     def reserve(self, window: Place) -> list[Place]:
-        """Take the free blocks of ``window``, so that nothing else is placed there. The caller frees the pieces."""
+        """Take all free blocks of ``window`` and return them, so that no record is placed there.
+
+        The caller must free them later.
+        """
         with self._lock:
             return [Place.at(*run) for run in self._runs.take_between(window.first, window.blocks)]
 
     def pinned(self, place: Place) -> Pin:
-        """Return a context during which the slot is not reused."""
+        """Return a context manager that keeps the slot from being reused."""
         return Pin(self, place)
 
     def pin(self, place: Place) -> None:
@@ -235,7 +248,7 @@ class Slots:
             self._pins[place] += 1
 
     def unpin(self, place: Place) -> None:
-        """End one ``pin``."""
+        """Undo one ``pin``."""
         with self._lock:
             left = self._pins[place] - 1
             if left:
@@ -248,7 +261,10 @@ class Slots:
 
 
 class Pin:
-    """A context that pins a slot. A class instead of a generator, because every page read makes one."""
+    """Context manager that pins a slot.
+
+    It is a class, not a generator, for speed: every page read creates one.
+    """
 
     __slots__ = ("_place", "_slots")
 
@@ -268,7 +284,15 @@ class Pin:
 def sorted_by_extent(
     firsts: NDArray[np.uint64], blocks: NDArray[np.uint64]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Group slots by extent file, as (first block, length) in ascending order."""
+    """Group slots by extent file.
+
+    Args:
+        firsts: Global number of each slot's first block.
+        blocks: Length of each slot in blocks.
+
+    Returns:
+        For each file number, (first block in the file, length) of its slots in ascending order.
+    """
     order = np.argsort(firsts, kind="stable")
     firsts, blocks = firsts[order], blocks[order]
     extents = firsts >> np.uint64(32)
@@ -281,18 +305,18 @@ def sorted_by_extent(
 
 
 Spans = Sequence[tuple[int, int]]
-"""Records of one extent file as (first block, length), ascending."""
+"""Records of one extent file as (first block, length), in ascending order."""
 
 
 class Move(NamedTuple):
-    """A record's present slot, and the slot it moves to."""
+    """A record's current slot and its new slot."""
 
     old: Place
     new: Place
 
 
 class Window(NamedTuple):
-    """Consecutive blocks, and the records in them."""
+    """A range of consecutive blocks and the records in it."""
 
     place: Place
     records: list[Place]
@@ -302,13 +326,16 @@ class Window(NamedTuple):
 def moves(
     slots: Slots, extents: Mapping[int, tuple[int, Spans]], need: int, count: int
 ) -> Iterator[list[Move]]:
-    """Plan moves that free up to ``count`` runs of ``need`` blocks.
+    """Plan moves of records that free up to ``count`` runs of ``need`` blocks.
 
-    The new slots are already taken; the caller names them in entries or frees them. While the plan is made, nothing
-    else is placed in the windows.
+    The new slots are already taken. The caller must either commit entries that refer to them, or free them.
+    Until the context exits, no record is placed in the ranges that the moves empty.
 
     Args:
-        extents: Length in blocks and records of each extent file, by number.
+        slots: Allocator of the slots.
+        extents: Length in blocks and the records of each extent file, by number.
+        need: Length of each run to free, in blocks.
+        count: Maximum number of runs to free.
     """
     held: list[Place] = []
     planned: list[Move] = []
@@ -317,7 +344,7 @@ def moves(
             pieces = slots.reserve(window.place)
             held += pieces
             known = sum(each.blocks for each in (*pieces, *window.records))
-            # Blocks that are neither free nor a record's: pinned, in doubt, or just taken for another window.
+            # Skip a window that also contains blocks that are pinned, in doubt, or just taken for another window.
             if known == window.place.blocks:
                 planned += _targets(slots, window.records)
         yield planned
@@ -326,7 +353,7 @@ def moves(
 
 
 def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:
-    """Take a new slot for each of these, or none at all."""
+    """Take a new slot for every record. If there are too few free slots, take none and return []."""
     planned: list[Move] = []
     for old in records:
         new = slots.take(old.blocks)
@@ -338,7 +365,7 @@ def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:
 
 
 def _windows(extents: Mapping[int, tuple[int, Spans]], need: int, count: int) -> Iterator[Window]:
-    """Yield up to ``count`` disjoint windows of at least ``need`` blocks, those with the fewest record blocks first."""
+    """Yield up to ``count`` disjoint windows of at least ``need`` blocks, starting with the emptiest one."""
     found: list[tuple[int, int, int, int]] = []
     for number, (blocks, spans) in extents.items():
         firsts = np.array([*(first for first, _ in spans), blocks])
@@ -351,7 +378,7 @@ def _windows(extents: Mapping[int, tuple[int, Spans]], need: int, count: int) ->
         found += [(int(costs[at]), number, int(fits[at]), int(behind[fits[at]])) for at in cheapest]
     taken: set[tuple[int, int]] = set()
     for _, number, start, end in sorted(found):
-        # Compared by the gaps in front of records, because windows that share a gap overlap.
+        # Windows are compared by the gaps in front of records, because windows that share a gap overlap.
         gaps = {(number, gap) for gap in range(start, end + 1)}
         if len(taken & gaps) or not count:
             continue

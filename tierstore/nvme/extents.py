@@ -1,12 +1,12 @@
-"""Page bytes in extent files: the files, sealing and writing records to slots, reading them, and compaction.
+"""Storage of page records in extent files.
 
-``ExtentFiles`` are preallocated files of 4 KiB blocks, bypassing the page cache where the disk supports it. ``Sealer``
-prepares records in aligned memory on its own threads, while the previous chunk is being written; these threads do no
-I/O, so they never hang. ``ExtentRecords`` makes bytes durable before an entry names them, and reuses a slot only after
-the end of its entry is committed; it also shrinks files to a lower capacity and joins holes. ``ExtentBytes`` reads
-slots, which are pinned meanwhile.
+``ExtentFiles`` are preallocated files of 4 KiB blocks, accessed with O_DIRECT where the disk supports it.
+``Sealer`` prepares records in aligned memory on its own threads while the previous chunk is being written.
+These threads do no I/O, so they never hang. ``ExtentRecords`` makes bytes durable before an entry refers to
+them, and reuses a slot only after the removal of its entry is committed. It also shrinks files to a lower
+capacity and merges holes. ``ExtentBytes`` reads slots, and pins each slot during the read.
 
-Only the writer's thread, or the thread that opens the tier, changes anything. Reading is thread-safe.
+Only the writer's thread, or the thread that opens the tier, may change anything. Reading is thread-safe.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from tierstore.nvme.record_storage import (
     lookup,
     memory_for,
 )
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 PREFIX = b"TierStore extent"
-"""Bytes in front of a head, where LMDB has its page header."""
+"""Bytes at the start of a slot, before the head of the record."""
 
 _HEAD_AT = BLOCK - HEAD_NBYTES
-_SLOTS_A_CALL = 500  # two buffers each; the kernel accepts 1,024
-_BLOCKS_A_CALL = (64 << 20) // BLOCK  # only a call that returns shows that a slow disk still writes
+_SLOTS_A_CALL = 500  # each slot needs two buffers; the kernel accepts 1,024 per call
+_BLOCKS_A_CALL = (64 << 20) // BLOCK  # a slow disk shows progress only when a call returns
 
 
 class ExtentFiles:
-    """All extent files of a directory, open. ``direct``: bypass the page cache."""
+    """All extent files of a directory, kept open. With ``direct``, they are accessed with O_DIRECT."""
 
     def __init__(self, directory: Path, *, direct: bool, writable: bool = True) -> None:
-        """Open the files. Raises OSError if one cannot be opened; then none stays open."""
+        """Open the files. Raises OSError if one cannot be opened, and then leaves none of them open."""
         self._directory = directory
         self._direct = direct
-        self._has_new = False  # files whose names may not be durable yet
+        self._has_new = False  # whether there are files whose names may not be durable yet
         self._fds: dict[int, int] = {}
         self.sizes = directory_layout.extent_sizes(directory)
-        """Bytes of each file, by number."""
+        """Size of each file in bytes, by number."""
         try:
             for number in self.sizes:
                 self._open(number, os.O_RDWR if writable else os.O_RDONLY)
@@ -79,7 +79,8 @@ class ExtentFiles:
     def add(self, nbytes: int) -> int:
         """Create a preallocated file of ``nbytes`` and return its number.
 
-        Raises OSError, and leaves no file, on failure.
+        Raises:
+            OSError: The file cannot be created or allocated. No file is left behind.
         """
         number = next(number for number in itertools.count(1) if number not in self.sizes)
         try:
@@ -95,22 +96,22 @@ class ExtentFiles:
         return number
 
     def remove(self, number: int) -> None:
-        """Delete a file, which frees its disk space."""
+        """Delete a file to free its disk space."""
         os.close(self._fds.pop(number))
         del self.sizes[number]
         directory_layout.extent_path(self._directory, number).unlink(missing_ok=True)
 
     def cut(self, number: int, nbytes: int) -> None:
-        """Shorten a file, which frees disk space."""
+        """Truncate a file to ``nbytes`` to free disk space."""
         os.ftruncate(self._fds[number], nbytes)
         self.sizes[number] = nbytes
 
     def write(
         self, places: Sequence[Place], parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
     ) -> None:
-        """Write head block and padded payload of each record into its slot. Adjacent slots share one call.
+        """Write the head block and the padded payload of each record into its slot.
 
-        Not durable yet.
+        Adjacent slots share one system call. The bytes are not durable until ``sync``.
 
         Raises:
             OSError: The write failed; any of the slots may have changed.
@@ -120,7 +121,7 @@ class ExtentFiles:
             _write_all(self._fds[places[first].extent], buffers, places[first].block * BLOCK)
 
     def sync(self, places: Sequence[Place]) -> None:
-        """Make the bytes written to these slots durable."""
+        """Make the bytes written to these slots, and the names of new files, durable."""
         for number in {place.extent for place in places}:
             os.fdatasync(self._fds[number])
         if self._has_new:
@@ -128,34 +129,34 @@ class ExtentFiles:
             self._has_new = False
 
     def read(self, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill ``out`` with a slot's payload and return its head, a part of ``scratch``.
+        """Read a slot's payload into ``out`` and return its head, a view of ``scratch``.
 
-        Reads directly into ``out`` if its alignment allows, else via ``scratch`` if that is aligned and large enough,
-        else via a temporary buffer.
+        Reads directly into ``out`` if its alignment allows it, else via ``scratch`` if that is aligned and
+        large enough, else via a temporary buffer.
 
         Args:
-            place: The slot.
-            out: Flat uint8 memory for the payload.
-            scratch: At least one block, for the head.
+            place: The slot to read.
+            out: Flat uint8 array for the payload.
+            scratch: Flat uint8 array of at least one block, for the head.
 
         Raises:
-            IntegrityError: The slot does not exist, or the file is truncated.
-            OSError: It cannot be read.
+            IntegrityError: The file is missing or truncated, or the slot does not begin with a record.
+            OSError: The slot cannot be read.
         """
         fd = self._fds.get(place.extent)
         if fd is None:
-            raise IntegrityError(f"no extent file {place.extent}")
+            raise IntegrityError(f"extent file {place.extent} does not exist")
         if self._direct and not (is_aligned(out) and is_aligned(scratch[:BLOCK])):
             self._read_bounced(fd, place, out, scratch)
         else:
             got = os.preadv(fd, [scratch[:BLOCK].data, out.data], place.block * BLOCK)
             _require(got, out.nbytes)
         if scratch[:_HEAD_AT].tobytes() != PREFIX:
-            raise IntegrityError("no record begins there")
+            raise IntegrityError("the slot does not begin with a record")
         return scratch[_HEAD_AT:BLOCK]
 
     def close(self) -> None:
-        """Close the files. No call may be in progress or follow."""
+        """Close the files. No other call may be in progress or follow."""
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -192,7 +193,7 @@ class ExtentFiles:
 
 
 def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
-    """Yield slices of slots that are adjacent on disk."""
+    """Divide ``places`` into ranges of adjacent slots that one call can write. Yield each as (first, end)."""
     first = 0
     for end in range(1, len(places) + 1):
         before = places[end - 1]
@@ -210,7 +211,7 @@ def _write_all(fd: int, buffers: deque[NDArray[np.uint8]], offset: int) -> None:
     while buffers:
         done = os.pwritev(fd, [buffer.data for buffer in buffers], offset)
         if not done:
-            raise OSError(errno.EIO, "nothing was written")
+            raise OSError(errno.EIO, "a write to an extent file wrote 0 bytes")
         offset += done
         while buffers and done >= buffers[0].nbytes:
             done -= buffers.popleft().nbytes
@@ -220,11 +221,13 @@ def _write_all(fd: int, buffers: deque[NDArray[np.uint8]], offset: int) -> None:
 
 def _require(got: int, nbytes: int) -> None:
     if got < BLOCK + nbytes:
-        raise IntegrityError(f"{got} bytes where the record has {BLOCK + nbytes}")
+        raise IntegrityError(
+            f"only {exact_size(got)} of the record's {exact_size(BLOCK + nbytes)} could be read"
+        )
 
 
 class ExtentBytes:
-    """Reads records in extent files, pinning their slots. ``close`` closes the files."""
+    """Reader of records in extent files. Pins a slot while reading it. ``close`` closes the files."""
 
     def __init__(self, env: Environment, files: ExtentFiles, slots: Slots) -> None:
         self._env = env
@@ -250,14 +253,19 @@ class ExtentBytes:
                 raw = look_again(self._env, key, raw, error)
             else:
                 return Fetched(payload, raw, entry.generation)
-        raise MovedError(f"replaced {TRIES} times while it was read")
+        raise MovedError(f"the record was replaced {TRIES} times while it was being read")
 
     def close(self) -> None:
         self._files.close()
 
 
 def copy_records(files: ExtentFiles, planned: Sequence[Move]) -> None:
-    """Copy records byte for byte into their new slots, durably. The old ones stay. Raises OSError or IntegrityError."""
+    """Copy records byte for byte into their new slots, and make the copies durable. The old slots are kept.
+
+    Raises:
+        OSError: A slot cannot be read or written.
+        IntegrityError: A slot contains no record.
+    """
     longest = max(move.old.blocks for move in planned)
     body, head = aligned((longest - 1) * BLOCK), aligned(BLOCK)
     for old, new in planned:
@@ -272,7 +280,10 @@ _MOST_THREADS = 4
 
 
 class Sealed(NamedTuple):
-    """Head block and payload of a record, which fill its slot. Valid until the chunk after next."""
+    """Head block and payload of a record, which together fill its slot.
+
+    Valid until the generator that yielded it is resumed.
+    """
 
     parts: tuple[NDArray[np.uint8], NDArray[np.uint8]]
     generation: int
@@ -285,16 +296,16 @@ class Sealed(NamedTuple):
 
 
 class Sealer:
-    """Makes records from pages. Only the writer's thread calls it."""
+    """Encoder of pages as records that are ready to be written. Only the writer's thread may call it."""
 
     def __init__(self, sizing: Sizing, *, fingerprint: bytes, coding: Coding) -> None:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._coding = coding
         self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if coding.changes else 1
-        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, on whichever thread
+        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, on any thread
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
-        rows = 2 * self._step  # one chunk is written while the next is made
+        rows = 2 * self._step  # one chunk is written while the next is sealed
         self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
         self._heads[:, : len(PREFIX)] = np.frombuffer(PREFIX, dtype=np.uint8)
         self._bodies = aligned(rows * (sizing.slot_nbytes - BLOCK)).reshape(rows, -1)
@@ -303,10 +314,11 @@ class Sealer:
     def seal(self, pages: Sequence[Page], generations: Iterator[int]) -> Generator[list[Sealed]]:
         """Yield the records of ``pages`` in order, one chunk at a time.
 
-        The pages must not change until the generator has ended or was closed.
+        The pages must not change until the generator is exhausted or closed.
         """
         numbers = [next(generations) for _ in pages]
-        first = min(len(pages), max(self._threads, self._step // 4))  # nothing is written meanwhile
+        # The first chunk is small, because nothing is written until it is sealed.
+        first = min(len(pages), max(self._threads, self._step // 4))
         starts = [*range(first, len(pages), self._step), len(pages)]
         chunks = [range(first), *(range(start, end) for start, end in pairwise(starts))]
         made: list[Future[list[Sealed]]] = []
@@ -317,16 +329,16 @@ class Sealer:
                 if made:
                     yield _in_order([future.result() for future in made])
         finally:
-            wait([*made, *ahead])  # no thread may read the pages after a failure: they are the caller's again
+            wait([*made, *ahead])  # no thread may read the pages once the caller can reuse them
 
     def close(self) -> None:
-        """End the threads. No call may follow."""
+        """Stop the threads. This must be the last call."""
         self._pool.shutdown()
 
     def _begin(
         self, chunk: range, pages: Sequence[Page], numbers: Sequence[int]
     ) -> list[Future[list[Sealed]]]:
-        """Split the chunk among the threads: each takes every n-th page."""
+        """Submit a chunk to the n threads. Each thread seals every n-th page of the chunk."""
         begun: list[Future[list[Sealed]]] = []
         for first in range(min(self._threads, len(chunk))):
             share = chunk[first :: self._threads]
@@ -373,7 +385,10 @@ class Sealer:
     def _payload(
         self, row: int, page: NDArray[np.uint8], encoder: PageEncoder | None
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return a page's payload, and the memory that fills its slot to the end: the page itself if possible."""
+        """Return a page's payload without and with the padding that fills its slot.
+
+        Both are the page itself if it needs neither encoding nor padding nor alignment.
+        """
         body = self._bodies[row]
         length = None if encoder is None else encoder.encode(page, body[: page.nbytes])
         if length is None and is_aligned(page) and page.nbytes == body.nbytes:
@@ -387,7 +402,7 @@ class Sealer:
 
 
 def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
-    """Merge shares of every n-th page back into order."""
+    """Merge the records of n threads, each of which sealed every n-th page, in page order."""
     made: list[Sealed] = []
     for turn in range(len(shares[0])):
         made += [share[turn] for share in shares if turn < len(share)]
@@ -395,35 +410,36 @@ def _in_order(shares: list[list[Sealed]]) -> list[Sealed]:
 
 
 class Entries(Protocol):
-    """What ``ExtentRecords`` needs from the catalogue that uses it."""
+    """The part of the catalogue that ``ExtentRecords`` uses."""
 
     def locations(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-        """Yield LOCATION and NBYTES of all entries in chunks, in the order of the tree."""
+        """Yield the LOCATION and NBYTES fields of all entries as arrays, in chunks and in key order."""
         ...
 
     def find(self, wanted: Callable[[bytes], bool]) -> list[tuple[PageKey, bytes]]:
-        """Return the entries for which ``wanted`` is true."""
+        """Return (key, stored entry) for each entry for which ``wanted(entry)`` is true."""
         ...
 
     def erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove records in one transaction."""
+        """Remove the records of these pages in one transaction."""
         ...
 
     def move(self, places: Mapping[PageKey, Place]) -> None:
-        """Assign new slots to these pages in one transaction."""
+        """Make the entries of these pages refer to other slots, in one transaction."""
         ...
 
 
 class ExtentRecords:
-    """Records in slots of extent files. A slot is rewritten only after the end of its entry is committed."""
+    """Records in slots of extent files. A slot is reused only after the removal of its entry is committed."""
 
     def __init__(
         self, entries: Entries, files: ExtentFiles, sizing: Sizing, *, fingerprint: bytes, coding: Coding
     ) -> None:
-        """Use ``files``, which stay the caller's.
+        """Store records in ``files``, which the caller must close.
 
         Raises:
-            IntegrityError: The slot of an entry lies outside its file or overlaps another.
+            IntegrityError: The slot of an entry lies outside its file or overlaps another, or the file is
+                missing.
         """
         self._entries = entries
         self._files = files
@@ -434,14 +450,20 @@ class ExtentRecords:
         self._sealer = Sealer(sizing, fingerprint=fingerprint, coding=coding)
         self._generations = itertools.count(secrets.randbits(62))  # no two openings share a generation
         self._arriving: dict[PageKey, set[Place]] = {}
-        """Slots written for the open or the next transaction, by key; ``_leaving``: slots that it frees."""
+        """Slots written for the open or the next transaction, by key.
+
+        ``_leaving`` contains the slots that the same transaction frees.
+        """
         self._leaving: dict[PageKey, set[Place]] = {}
         self._doubts: dict[PageKey, set[Place]] = {}
-        """Slots that an entry may still name after a failed commit. The next change of the key's entry decides."""
+        """Slots that an entry may still refer to after a failed commit, by key.
+
+        The next committed change of the entry frees them.
+        """
 
     @property
     def slots(self) -> Slots:
-        """The slots of all files, for readers."""
+        """Allocator of the slots of all files. Readers pin slots through it."""
         return self._slots
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
@@ -482,13 +504,13 @@ class ExtentRecords:
         try:
             entry = unpack(key, old)
         except IntegrityError:
-            return  # changed by somebody else: its slot is found at the next opening
+            return  # damaged from outside; its slot stays used until the next open
         place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
         if self._slots.has(place):
             places.add(place)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Free the record's slot once the transaction is committed."""
+        """Do nothing: ``replaced`` has noted the slot, which ``settle`` frees."""
 
     def settle(self) -> None:
         for key, places in self._leaving.items():
@@ -516,9 +538,9 @@ class ExtentRecords:
         return key in self._doubts
 
     def shrink(self, nbytes: int) -> int:
-        """Give the ends of the last extent files back to the disk until all take at most ``nbytes``.
+        """Truncate or delete the last extent files until all files together take at most ``nbytes``.
 
-        Entries of records there are removed first.
+        The entries of records in the removed space are erased first.
 
         Returns:
             The number of records that were dropped.
@@ -542,10 +564,12 @@ class ExtentRecords:
         return len(lost)
 
     def make_places(self, count: int) -> bool:
-        """Move records so that up to ``count`` more of the longest fit. Returns whether any was moved. O(records).
+        """Move records so that up to ``count`` more records of maximum length fit.
 
-        Holes between records are joined. Raises errors of the disk and the catalogue unchanged; every record is then
-        where an entry says.
+        Return whether any record was moved.
+
+        Moving joins the holes between records. It takes time proportional to the number of records. Errors of the
+        disk and the catalogue are raised unchanged, and every record is then still where its entry says.
         """
         columns = list(self._entries.locations())
         if not columns:
@@ -561,7 +585,7 @@ class ExtentRecords:
         return bool(planned)
 
     def _arrives(self, key: PageKey, place: Place) -> None:
-        """Record that the next transaction will name this slot under ``key``."""
+        """Record that the next transaction will change the entry of ``key`` to refer to this slot."""
         self._arriving.setdefault(key, set()).add(place)
 
     def _move(self, planned: Sequence[Move]) -> None:
@@ -583,7 +607,11 @@ class ExtentRecords:
         self._files.write([place for place, _ in placed], [parts for _, parts in placed])
 
     def _take(self, blocks: int) -> Place | None:
-        """Take a slot, in a new file if the existing ones are full. Raises OSError if the disk has no space for one."""
+        """Take a slot, in a new file if no existing file has one. Return None if the capacity is used up.
+
+        Raises:
+            OSError: The disk has no space for a new file.
+        """
         place = self._slots.take(blocks)
         left = self._sizing.extents_nbytes - self._slots.total * BLOCK
         if place is None and left >= blocks * BLOCK:
@@ -600,13 +628,13 @@ def _places(written: Sequence[Written | None]) -> list[Place]:
 def _slots_of(
     files: ExtentFiles, longest: int, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
 ) -> Slots:
-    """Return the slots of ``files``, marking those that ``entries`` name as used.
+    """Return the slots of ``files``. Those named by ``entries`` are marked as used.
 
     Args:
-        entries: Chunks of the catalogue's LOCATION and NBYTES.
+        entries: Chunks of the catalogue's LOCATION and NBYTES fields.
 
     Raises:
-        IntegrityError: A slot lies outside its file or overlaps another.
+        IntegrityError: A slot lies outside its file or overlaps another, or the file is missing.
     """
     empty = np.empty(0, dtype=np.uint64)
     chunks = [(empty, empty), *entries]
@@ -616,7 +644,8 @@ def _slots_of(
     for number, nbytes in files.sizes.items():
         slots.add_extent(number, nbytes // BLOCK, used.pop(number, ()))
     if used:
-        raise IntegrityError(f"records in extent files {sorted(used)}, which are missing")
+        missing = ", ".join(map(str, sorted(used)))
+        raise IntegrityError(f"the catalogue has records in extent files that are missing: {missing}")
     return slots
 
 

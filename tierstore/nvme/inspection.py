@@ -1,4 +1,4 @@
-"""What the command line shows of a home directory and does to it: inspect, verify, purge. Needs no model."""
+"""The operations behind the commands ``inspect``, ``verify`` and ``purge`` on a home directory. They need no model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from tierstore.nvme.reader import RecordReader
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
-"""Called with a sub-directory's name, the number of records checked and the total."""
+"""Callback that takes a sub-directory's name, the number of records checked there so far, and their total number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
     """Description of one sub-directory.
 
-    ``records`` is None, and ``fault`` too, if it is in use or was set aside. ``in_use_by`` is the PID of the holder, 0
-    if it is unknown, None if nobody holds it.
+    ``damaged`` is True if the sub-directory was set aside as damaged. ``records`` and ``fault`` are None if
+    the sub-directory is in use or was set aside, because it is then not checked. ``fault`` is also None if
+    the check found no damage. ``in_use_by`` is the PID of the process that holds the lock, 0 if the PID is
+    unknown, or None if nobody holds it.
     """
 
     name: str
@@ -44,7 +46,10 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeReport:
-    """Description of a home directory and its sub-directories, sorted by name. ``read_only``: of its file system."""
+    """Description of a home directory and its sub-directories, sorted by name.
+
+    ``read_only`` says whether the file system is mounted read-only.
+    """
 
     path: Path
     disk_nbytes: int
@@ -54,7 +59,11 @@ class HomeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardVerdict:
-    """Result of ``verify`` for one sub-directory. ``skipped`` says why it was not read, if so."""
+    """Result of ``verify`` for one sub-directory.
+
+    ``checked`` is the number of records checked. ``bad`` lists the key of each unreadable or damaged record with
+    the reason. ``skipped`` is the reason why the sub-directory was not checked, or None.
+    """
 
     name: str
     checked: int = 0
@@ -64,7 +73,11 @@ class ShardVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeReport:
-    """What ``purge`` removed, and what it kept with the reasons."""
+    """Result of ``purge``.
+
+    ``removed`` lists the names of the deleted sub-directories, and ``freed_nbytes`` is the disk space that they
+    took. ``kept`` maps the name of each other selected sub-directory to the reason why it was kept.
+    """
 
     removed: tuple[str, ...]
     freed_nbytes: int
@@ -72,7 +85,7 @@ class PurgeReport:
 
 
 def inspect(path: Path) -> HomeReport:
-    """Describe a home without changing it. Raises ConfigError if ``path`` is not one."""
+    """Describe a home without changing it. Raises ConfigError if ``path`` is not a home."""
     root = _home(path)
     shards = tuple(_report(*found) for found in directory_layout.shard_directories(root))
     return HomeReport(
@@ -84,9 +97,9 @@ def inspect(path: Path) -> HomeReport:
 
 
 def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, ...]:
-    """Check every record of all sub-directories that are not in use. Changes no record.
+    """Check every record in all sub-directories that are not in use. No record is changed.
 
-    A sub-directory is locked while it is read, if its lock file can be written.
+    Each sub-directory is locked while it is read, if its lock file can be written.
 
     Raises:
         ConfigError: ``path`` is not a home.
@@ -107,11 +120,11 @@ def verify(path: Path, progress: Progress | None = None) -> tuple[ShardVerdict, 
 def purge(path: Path, which: str) -> PurgeReport:
     """Delete sub-directories of a home.
 
-    Sub-directories in use and files that are not TierStore's are kept.
+    Sub-directories in use and files that do not belong to TierStore are kept.
 
     Args:
         path: The home directory.
-        which: "all", "damaged", or the beginning of a fingerprint.
+        which: "all", "damaged" (sub-directories that were set aside) or the beginning of a fingerprint.
 
     Raises:
         ConfigError: ``path`` is not a home.
@@ -181,13 +194,16 @@ def _verify(directory: Path, fingerprint: str, progress: Progress) -> ShardVerdi
 
 @contextmanager
 def open_reader(directory: Path, fingerprint: str) -> Iterator[RecordReader]:
-    """Open a reader of a sub-directory that has records, passed ``examine``, and whose lock the caller holds."""
+    """Open a reader of a sub-directory whose lock the caller holds.
+
+    The sub-directory must contain records, and ``examine`` must have found no fault in it.
+    """
     with closing(FrozenCatalogue(directory, fingerprint)) as catalogue:
         yield catalogue.reader
 
 
 def _remove(directory: Path, *, damaged: bool) -> str | None:
-    """Delete a sub-directory. Returns why it was kept, or None."""
+    """Delete a sub-directory. Return None if it was deleted, or the reason why it was kept."""
     if damaged:
         return None if directory_layout.remove(directory) else "holds files that are not TierStore's"
     clear_odd_lock(directory)
@@ -204,8 +220,8 @@ def _remove(directory: Path, *, damaged: bool) -> str | None:
 
 
 def _in_use(holder: int | None) -> str:
-    return f"in use by process {holder or 'unknown'}"
+    return f"in use by process {holder}" if holder else "in use by another process"
 
 
 def _silent(name: str, checked: int, total: int) -> None:
-    """Report no progress."""
+    """Do nothing."""

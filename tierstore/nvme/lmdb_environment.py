@@ -1,8 +1,9 @@
 """An LMDB environment that can be closed and reopened while other threads read it.
 
-After a failed write of a meta page LMDB refuses all later transactions of the process (MDB_PANIC), even if the disk
-recovers; only reopening the environment ends that. Closing it during a transaction is undefined behaviour, so
-transactions pass a gate: ``reopen`` keeps new ones out and waits for those inside, which are short.
+After a failed write of a meta page, LMDB refuses all later transactions of the process (MDB_PANIC), even if
+the disk recovers. Only reopening the environment clears this state. Closing it during a transaction is
+undefined behaviour, so transactions pass through a gate: ``reopen`` blocks new ones and waits for those in
+progress, which are short.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tierstore.nvme.examination import fault_of_length
 _AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)
 
 _LOOK_S = 0.0005
-"""Interval between checks whether transactions have ended before a reopening. They take microseconds."""
+"""Interval, in seconds, at which ``reopen`` checks whether transactions have finished."""
 
 STALE = (
     lmdb.BadDbiError,
@@ -37,23 +38,26 @@ STALE = (
     lmdb.PageNotFoundError,
     lmdb.PanicError,
 )
-"""Errors of an environment that reopening may cure."""
+"""LMDB errors that reopening the environment may clear."""
 
 
 class Environment:
-    """The environment and its trees. ``begin`` is thread-safe; ``reopen`` and ``close`` are for the writer's thread."""
+    """The environment and its trees.
+
+    Thread-safe, except that only the writer's thread may call ``reopen``, and no call may overlap ``close``.
+    """
 
     catalogue: lmdb._Database
     pages: lmdb._Database
     meta: lmdb._Database
-    """Trees. Look them up within a transaction, because reopening replaces them."""
+    """Handles of the three trees. Read these attributes within a transaction, because ``reopen`` replaces them."""
 
     def __init__(self, open_env: Callable[[], lmdb.Environment], *, create: bool = False) -> None:
         """Open the environment and its trees. Raises lmdb.Error or OSError.
 
         Args:
-            open_env: Opens the environment.
-            create: Create missing trees.
+            open_env: Function that opens the environment.
+            create: Whether to create missing trees.
         """
         self._open = open_env
         self._inside: list[None] = []
@@ -73,11 +77,17 @@ class Environment:
     @overload
     def begin(self, *, write: bool = ..., buffers: Literal[True]) -> Use[memoryview]: ...
     def begin(self, *, write: bool = False, buffers: bool = False) -> Use[Any]:
-        """Return a transaction as a context; no memoryview may outlive it. Raises lmdb.Error if it cannot begin."""
+        """Return a transaction as a context manager. No memoryview may outlive it.
+
+        Entering the context raises lmdb.Error if LMDB cannot begin the transaction.
+        """
         return Use(self, write, buffers)
 
     def entry(self, key: bytes) -> bytes | None:
-        """Return the catalogue's present entry of a key, or None. Every page read calls it, so it makes no object."""
+        """Return the current catalogue entry of a key, or None.
+
+        Avoids a ``Use`` object, because every page read calls it.
+        """
         env = self.enter()
         try:
             with env.begin() as txn:
@@ -86,7 +96,7 @@ class Environment:
             self._inside.pop()
 
     def reader_check(self) -> int:
-        """Release the reader slots of killed processes and return their number."""
+        """Release the reader slots that killed processes left occupied. Return the number of released slots."""
         env = self.enter()
         try:
             return env.reader_check()
@@ -102,7 +112,7 @@ class Environment:
             self.leave()
 
     def sync(self, force: bool) -> None:
-        """Make the last commits survive a power failure."""
+        """Flush the last commits to disk, so that they survive a power failure."""
         env = self.enter()
         try:
             env.sync(force)
@@ -113,8 +123,10 @@ class Environment:
         """Close and reopen the environment. Transactions that begin meanwhile wait.
 
         Raises:
-            lmdb.Error: The environment cannot be opened now, or a transaction does not end in time. Transactions fail
-                with lmdb.PanicError, or as before, until a later call succeeds.
+            TimeoutError: A transaction in progress did not finish within ``timeout_s`` seconds. The environment
+                stays open.
+            lmdb.Error: The environment cannot be opened now. Until a later call succeeds, it stays closed and
+                transactions fail with lmdb.PanicError.
             OSError: As for lmdb.Error.
         """
         deadline = time.monotonic() + timeout_s
@@ -124,7 +136,7 @@ class Environment:
             while self._inside:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        errno.ETIMEDOUT, f"a look-up in {self.path} has not ended for {timeout_s:g} s"
+                        errno.ETIMEDOUT, f"a lookup in {self.path} is still running after {timeout_s:g} s"
                     )
                 time.sleep(_LOOK_S)
             env, self._env = self._env, None
@@ -137,19 +149,22 @@ class Environment:
             self._open_gate.set()
 
     def note_commit(self) -> None:
-        """Record, inside the gate, that a transaction was committed. A reopening must find it."""
+        """Note the ID of the last committed transaction. Call this inside the gate, after a commit.
+
+        ``reopen`` fails if the file no longer contains this transaction.
+        """
         if self._env is not None:
             self._last_txn = int(self._env.info()["last_txnid"])
 
     def close(self) -> None:
-        """Close the environment. No transaction may be open or follow."""
+        """Close the environment. No transaction may be open, and none may begin afterwards."""
         if self._env is not None:
             self._env.close()
             self._env = None
 
     def enter(self) -> lmdb.Environment:
         """Return the environment, which stays open until ``leave``."""
-        # Enter first, then check the gate; ``reopen`` shuts the gate first, then checks who is inside.
+        # Enter first, then check the gate. ``reopen`` shuts the gate first, then checks for threads inside.
         self._inside.append(None)
         while self._shut:
             self._inside.pop()
@@ -158,23 +173,23 @@ class Environment:
         env = self._env
         if env is None:
             self._inside.pop()
-            raise lmdb.PanicError("the catalogue is closed until it can be opened anew")
+            raise lmdb.PanicError("the catalogue is closed and could not be reopened yet")
         return env
 
     def leave(self) -> None:
-        """End ``enter``."""
+        """Leave the gate that ``enter`` passed."""
         self._inside.pop()
 
     def _take(self, env: lmdb.Environment, *, create: bool = False) -> None:
-        """Use this environment from now on, or close it if it is unsuitable."""
+        """Use ``env`` from now on. If it has lost commits or lacks a tree, close it and raise."""
         try:
             env.reader_check()
             found = int(env.info()["last_txnid"])
             if found < self._last_txn:
                 raise OSError(
                     errno.EIO,
-                    f"{self.path} has lost commits: it is at transaction {found}, not {self._last_txn}; the tier takes "
-                    "writes again when the store is closed and opened anew",
+                    f"{self.path} has lost commits: it is at transaction {found}, not {self._last_txn}; the tier "
+                    "accepts writes again once the store is closed and reopened",
                 )
             names = (CATALOGUE_DB, PAGES_DB, META_DB)
             if env.flags()["readonly"]:
@@ -189,17 +204,20 @@ class Environment:
         self._env = env
 
     def _require_same_file(self) -> None:
-        """Raise OSError unless the path still leads to the file that was opened first, in full length."""
+        """Raise OSError if the path no longer refers to the file that was opened first, or if the file is truncated."""
         data = self.path / DATA_FILE
         if _identity(data.stat()) != self._file:
-            raise FileNotFoundError(errno.ENOENT, f"{data} is not the file that this store has opened")
+            raise FileNotFoundError(errno.ENOENT, f"{data} is not the file that this store opened")
         fault = fault_of_length(data)
         if fault is not None:
             raise OSError(errno.EIO, f"{data}: {fault}")
 
 
 class Use(Generic[_AnyBytes]):
-    """A transaction inside the gate. A class instead of a generator, because every page read makes one."""
+    """Context manager that passes the environment's gate and runs a transaction.
+
+    It is a class, not a generator, for speed: page reads create many of them.
+    """
 
     __slots__ = ("_buffers", "_environment", "_txn", "_write")
 

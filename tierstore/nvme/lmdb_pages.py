@@ -1,12 +1,12 @@
-"""Page bytes in LMDB: records as values beside the catalogue, copied into and out of LMDB's map.
+"""Storage of page records in LMDB, as values that are copied into and out of LMDB's map.
 
-Only public calls of py-lmdb are used. A page is copied within the one short transaction that looks it up, so entry and
-record belong together, and no memoryview of LMDB leaves a method. LMDB does not reuse a freed page that an open
-transaction may still see; if readers keep its map full for this reason, the writer keeps its batch and waits for them
-(``writer``).
+Only public calls of py-lmdb are used. A page is copied within the one short transaction that looks it up, so
+its entry and record belong together, and no memoryview of LMDB leaves a method. LMDB does not reuse a freed
+LMDB page that an open transaction may still read. If read transactions keep the map full for this reason, the
+writer keeps its batch and waits for them (see ``writer``).
 
-Mapped pages are read by page faults. A disk that cannot deliver a block causes SIGBUS, and one that hangs blocks the
-thread within its transaction. Extent files have neither problem (docs/guarantees.md).
+Mapped pages are read by page faults. A disk that cannot deliver a block causes SIGBUS, and a disk that hangs
+blocks the thread within its transaction. Extent files have neither problem (docs/guarantees.md).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.record_storage import HEAD, Fetched, Page, Written, memory_for
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 
 class InlineBytes:
-    """Reads records that LMDB keeps. Thread-safe."""
+    """Reader of records stored in LMDB. Thread-safe."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -54,7 +54,7 @@ class InlineBytes:
         return Fetched(payload, raw, entry.generation)
 
     def close(self) -> None:
-        """Do nothing: the environment is closed by its owner."""
+        """Do nothing: the owner of the environment closes it."""
 
     def _copy(
         self,
@@ -68,19 +68,22 @@ class InlineBytes:
             raise KeyError(key)
         record = np.frombuffer(value, dtype=np.uint8)
         if record.nbytes != record_format.HEAD_NBYTES + out.nbytes:
-            raise IntegrityError(f"value of {record.nbytes} bytes for a payload of {out.nbytes}")
+            raise IntegrityError(
+                f"the size of the record is {exact_size(record.nbytes)}, but its entry says "
+                f"{exact_size(record_format.HEAD_NBYTES + out.nbytes)}"
+            )
         np.copyto(scratch[HEAD], record[: record_format.HEAD_NBYTES])
         np.copyto(out, record[record_format.HEAD_NBYTES :])
 
 
 class InlineRecords:
-    """Records as values of LMDB's ``pages`` tree."""
+    """Storage of records as values in LMDB's ``pages`` tree."""
 
     def __init__(
         self, env: Environment, sizing: Sizing, *, fingerprint: bytes, page_nbytes: int, coding: Coding
     ) -> None:
         self._env = env
-        self._fresh: set[PageKey] = set()  # written by this transaction
+        self._fresh: set[PageKey] = set()  # keys of records written by the open transaction
         self._sizing = sizing
         self._coding = coding
         self._encoder = coding.encoder()
@@ -110,7 +113,7 @@ class InlineRecords:
                 generation=generation,
             )
         stored = length - record_format.HEAD_NBYTES
-        if page.key in self._fresh:  # otherwise LMDB may keep it in more pages than it needs
+        if page.key in self._fresh:  # an overwritten value may keep more LMDB pages than it needs
             txn.delete(page.key, db=self._env.pages)
         self._fresh.add(page.key)
         txn.put(page.key, self._record[:length].data, db=self._env.pages)
@@ -144,4 +147,4 @@ class InlineRecords:
         return False
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing: this storage has no threads to stop."""

@@ -1,21 +1,24 @@
-"""Read LMDB's file with ``pread`` before it is mapped, so that damage cannot end the process with a signal.
+"""A check of LMDB's file before it is mapped, so that damage cannot kill the process with a signal.
 
-In this module a *page* is an LMDB page, also called block in code; a page of the store is called *KV page*.
+The file is read with ``pread``.
+
+In this module a *page* is an LMDB page, and ``block`` is its size in bytes. A page of the store is called a
+*KV page*.
 
 ``python -m tierstore.nvme.lmdb_walker DIRECTORY lmdb|extents`` is the child process that ``examination``
-starts. Exit code 0 means: no LMDB page has two owners, every catalogue record is intact, and the LMDB value
-or the extent slot that it names exists and belongs to no other record. Any other exit code, or a signal,
-means that the directory must not be opened.
+starts. Exit code 0 means that no LMDB page has two owners, that every catalogue record is intact, that every KV
+page stored in LMDB has a catalogue record, and that every extent slot that a catalogue record names exists and
+belongs to no other record. Any other exit code, or a signal, means that the directory must not be opened.
 
-LMDB trusts its file: a wrong page number in the free list or in a node, or a node with a wrong length, makes
+LMDB trusts its file. A wrong page number in the free list or in a node, or a node with a wrong length, makes
 a later commit end in SIGABRT, SIGBUS or SIGSEGV, or overwrite a live tree. This module assigns each LMDB page
-to the tree, value or free list that names it. A page that is named twice, or whose type does not fit its
-owner, is damage. Pages that nothing names are harmless, and LMDB leaves some. Of a large value in the tree of
-KV pages only the header of its first LMDB page is read, which tells LMDB how many pages to free. These
-headers are requested many at a time.
+to the tree, value or free list that refers to it. A page with two owners, or with a type that does not match
+its owner, is damage. Pages without an owner are harmless, and LMDB leaves some behind. For a large value in
+the tree of KV pages, only the header of its first LMDB page is read, because LMDB takes the number of pages to
+free from this header. These headers are requested in batches.
 
-The module imports neither numpy nor lmdb, so that the child starts fast. It reads the layouts of LMDB 0.9 on
-64 bits, little endian.
+The module imports neither numpy nor lmdb, so that the child starts fast. It supports the layout of LMDB 0.9
+on 64-bit little-endian machines.
 """
 
 from __future__ import annotations
@@ -43,16 +46,17 @@ from tierstore.nvme.catalogue_entry import (
     slot_blocks,
 )
 from tierstore.nvme.directory_layout import DATA_FILE, extent_sizes
+from tierstore.types import exact_size
 
 HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
-NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length
+NODE = struct.Struct("<HHHH")  # size or page number (two halves), flags (or top of page number), key length
 NO_PAGE = (1 << 64) - 1
 
 _TREE = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and overflow pages, entries, root
 TREE_NBYTES = _TREE.size
 
 _META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
-"""Magic, version, address, size, free list and tree of trees, last page, transaction."""
+"""Fields of a meta page: magic, version, address, size, free list, tree of trees, last page, transaction."""
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = tuple(1 << power for power in range(9, 17))
@@ -63,8 +67,8 @@ _MAX_DEPTH = 16
 class Tree(NamedTuple):
     """LMDB's record of a tree.
 
-    ``pad`` is the size of an LMDB page in the record of the free list, else 0. ``root`` is NO_PAGE if the
-    tree is empty.
+    ``pad`` is the size of an LMDB page if this is the free list's record, else 0. ``root`` is NO_PAGE if the tree is
+    empty.
     """
 
     pad: int
@@ -83,10 +87,11 @@ class Tree(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """The newest meta page of LMDB.
+    """The newer of LMDB's two meta pages.
 
-    ``block`` is the size of an LMDB page, ``end`` the offset in the file at which the last one ends. ``main``
-    and ``free`` are the encoded ``Tree`` of the tree of trees and of the free list.
+    ``block`` is the size of an LMDB page, and ``end`` is the file offset at which the last one ends. ``main``
+    and ``free`` are the encoded ``Tree`` records of the tree of trees, which contains all named trees, and of the
+    free list.
     """
 
     block: int
@@ -97,7 +102,7 @@ class Meta(NamedTuple):
 
 
 def read_meta(fd: int) -> Meta | None:
-    """Return the newer of the two meta pages, or None if one of them is invalid or cannot be read."""
+    """Return the newer of the two meta pages, or None if either is invalid or cannot be read."""
     start = HEADER.size
     first = os.pread(fd, start + _META.size, 0)
     if len(first) < start + _META.size:
@@ -117,10 +122,10 @@ def read_meta(fd: int) -> Meta | None:
 
 
 def prefetch(fd: int, names: Iterable[bytes]) -> int:
-    """Ask the kernel to read the LMDB pages of the named trees ahead. Returns how many were requested.
+    """Ask the kernel to read the LMDB pages of the named trees ahead. Return the number of pages requested.
 
-    A walk through an uncached file would wait for one LMDB page at a time. Requested together, they arrive at
-    the disk's full throughput.
+    A walk through an uncached file would otherwise wait for one LMDB page at a time. Requested together, the
+    pages are read at the disk's full throughput.
     """
     meta = read_meta(fd)
     if meta is None:
@@ -145,7 +150,10 @@ def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
 
 
 def _will_need(fd: int, block: int, pages: list[int]) -> None:
-    """Ask the kernel to read these LMDB pages ahead. They must ascend; nearby ones share a request."""
+    """Ask the kernel to read these LMDB pages ahead.
+
+    They must be in ascending order; nearby ones share a request.
+    """
     if not pages:
         return
     first = pages[0]
@@ -161,7 +169,7 @@ def _children(fd: int, block: int, number: int) -> Iterator[int]:
 
 
 def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield name and encoded tree of each node of a leaf. TierStore's few names fit on one LMDB page."""
+    """Yield the name and encoded tree of each node of a leaf. TierStore's few names fit on one LMDB page."""
     raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
     for offset, _, _, _, length in _nodes(raw):
         name = raw[offset + NODE.size : offset + NODE.size + length]
@@ -171,7 +179,7 @@ def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, byte
 
 
 def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield offset and the four fields of each node of an LMDB page. Nodes beyond its end are left out."""
+    """Yield the offset and the four fields of each node of an LMDB page, except nodes beyond its end."""
     if len(raw) < HEADER.size:
         return
     lower = HEADER.unpack_from(raw)[3]
@@ -188,7 +196,7 @@ _BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
 _BIG, _SUBTREE = 1, 2
 _INTEGER_KEYS = 8  # flag of a tree whose keys are integers in native byte order
 _DEEPEST = 32
-_LEAVES_AHEAD = 32  # leaves whose values' headers are requested together
+_LEAVES_AHEAD = 32  # number of leaves whose values' headers are requested together
 _FREE, _NAMES = "free list", "tree of names"
 _ENTRY_NODE = NODE.pack(ENTRY_NBYTES, 0, 0, KEY_NBYTES)
 _ENTRY_STEP = NODE.size + KEY_NBYTES + ENTRY_NBYTES
@@ -199,7 +207,7 @@ class Damaged(Exception):
 
 
 class Value(NamedTuple):
-    """A value of a tree. ``page`` is its first LMDB page if it has pages of its own, else 0."""
+    """A value in a tree. ``page`` is the first LMDB page of a value that has pages of its own, else 0."""
 
     key: bytes
     nbytes: int
@@ -208,13 +216,16 @@ class Value(NamedTuple):
 
 class _Node(NamedTuple):
     key: bytes
-    nbytes: int  # of the value; in a branch the lower part of the child's page number
-    flags: int  # in a branch the upper part of the child's page number
-    at: int  # where the value begins in the LMDB page
+    nbytes: int  # length of the value; in a branch, the lower part of the child's page number
+    flags: int  # in a branch, the upper part of the child's page number
+    at: int  # offset of the value in the LMDB page
 
 
 class _Part(NamedTuple):
-    """An LMDB page of a tree. Its keys must be ``low`` or above and, if ``high`` is given, below it."""
+    """An LMDB page of a tree.
+
+    Its keys must be at least ``low`` and, unless ``high`` is None, less than ``high``.
+    """
 
     page: int
     low: bytes
@@ -222,9 +233,11 @@ class _Part(NamedTuple):
 
 
 class PageCount:
-    """Accounts for every LMDB page of a file's newest transaction. Not thread-safe.
+    """A check that every LMDB page in a file's newest transaction has at most one owner. Not thread-safe.
 
-    Each item that a method yields or returns has been checked by itself. The file as a whole is sound only
+    To account for an LMDB page means to mark it as owned. If a page is owned already, the file is damaged.
+
+    Each item that a method yields or returns has been checked individually. The file as a whole is sound only
     once all trees and the free list have been walked. Every method raises Damaged if it finds damage, and
     OSError if the file cannot be read.
     """
@@ -241,29 +254,34 @@ class PageCount:
         main = _tree(self._meta.main, 0, _NAMES)
         for key, raw, flags in self._whole(main, _NAMES):
             if flags != _SUBTREE or len(raw) != TREE_NBYTES:
-                raise Damaged(f"{key!r} is not a tree")
-            found[key] = _tree(raw, 0, repr(key))
+                raise Damaged(f"{key.decode(errors='replace')!r} in the {_NAMES} is not a tree")
+            found[key] = _tree(raw, 0, f"tree {key.decode(errors='replace')!r}")
         return found
 
     def free_list(self) -> None:
-        """Account for the LMDB pages of the free list and for the free pages that it names."""
+        """Account for the LMDB pages of the free list and for the free pages that it lists."""
         before = 0
         free = _tree(self._meta.free, _INTEGER_KEYS, _FREE, pad=self._block)
         for key, raw, flags in self._whole(free, _FREE):
-            transaction = int.from_bytes(key, "big")  # stored in native byte order
+            transaction = int.from_bytes(key, "big")  # ``_turned`` has reversed the little-endian key
             if len(key) != 8 or flags & ~_BIG or not before < transaction <= self._meta.transaction:
-                raise Damaged(f"the {_FREE} has a record of no transaction")
+                raise Damaged(f"the {_FREE} has a record that belongs to no transaction")
             before = transaction
             self._take_free(raw)
 
     def small(self, tree: Tree, name: str) -> None:
-        """Account for the LMDB pages of a tree and of its values. Damaged if a value is a tree."""
+        """Account for the LMDB pages of a tree and its values. Raises Damaged if a value is itself a tree."""
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
-                raise Damaged(f"{key!r} of the {name} is not a plain value")
+                raise Damaged(
+                    f"the value of {key.decode(errors='replace')!r} in the {name} is not a plain value"
+                )
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
-        """Yield key + value of each record in key order. Keys have KEY_NBYTES, values ENTRY_NBYTES."""
+        """Yield key + value of each record in key order.
+
+        Keys have KEY_NBYTES bytes, values ENTRY_NBYTES bytes.
+        """
         count = 0
         for part in self._leaves(tree, name):
             raw, offsets, upper = self._read(part.page, _LEAF, name)
@@ -278,7 +296,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def values(self, tree: Tree, name: str) -> Iterator[Value]:
-        """Yield the values of a tree in key order. Of a large value only the header is read."""
+        """Yield the values of a tree in key order. Only the headers of large values are read."""
         count = 0
         leaves = self._leaves(tree, name)
         while some := list(islice(leaves, _LEAVES_AHEAD)):
@@ -290,7 +308,7 @@ class PageCount:
             for key, nbytes, flags, at, raw in nodes:
                 first = 0
                 if flags & ~_BIG:
-                    raise Damaged(f"{key!r} of the {name} is not a plain value")
+                    raise Damaged(f"the value of {key.hex()} in the {name} is not a plain value")
                 if flags & _BIG:
                     first = int.from_bytes(raw[at : at + 8], "little")
                     self._take_value(first, nbytes, name)
@@ -299,7 +317,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _whole(self, tree: Tree, name: str) -> Iterator[tuple[bytes, bytes, int]]:
-        """Yield key, value and flags of each item of a tree."""
+        """Yield the key, value and flags of each item of a tree."""
         count = 0
         for part in self._leaves(tree, name):
             for key, nbytes, flags, at, raw in self._leaf(part, name):
@@ -309,7 +327,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
-        """Return a value that has LMDB pages of its own; the first one's number is at ``raw[at]``."""
+        """Return a value that has LMDB pages of its own. The first page's number starts at ``raw[at]``."""
         first = int.from_bytes(raw[at : at + 8], "little")
         self._take_value(first, nbytes, name)
         value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
@@ -318,9 +336,9 @@ class PageCount:
         return value
 
     def _take_value(self, first: int, nbytes: int, name: str) -> None:
-        """Account for the LMDB pages of a large value, as many as its header says.
+        """Account for all LMDB pages of a large value. Its header contains their number.
 
-        They may be more than the value needs, because LMDB shortens values in place.
+        There may be more pages than the value needs, because LMDB shortens values in place.
         """
         self._take(first, self._length(nbytes), name)
         header = os.pread(self._fd, HEADER.size, first * self._block)
@@ -329,7 +347,7 @@ class PageCount:
         own, _, flags, lower, upper = HEADER.unpack(header)
         more = (lower | upper << 16) - self._length(nbytes)
         if own != first or flags != _OVERFLOW or more < 0:
-            raise Damaged(f"page {first} of the {name} is not a value")
+            raise Damaged(f"page {first} of the {name} does not begin a large value of {exact_size(nbytes)}")
         if more:
             self._take(first + self._length(nbytes), more, name)
 
@@ -340,34 +358,34 @@ class PageCount:
     def _take_free(self, raw: bytes) -> None:
         """Account for the LMDB pages that one transaction freed.
 
-        ``raw`` holds the number of these pages, then the page numbers in descending order.
+        ``raw`` contains the number of these pages, followed by the page numbers in descending order.
         """
         if not raw or len(raw) % 8:
-            raise Damaged(f"the {_FREE} has a record of {len(raw)} bytes")
+            raise Damaged(f"the {_FREE} has a record of an impossible size, {exact_size(len(raw))}")
         count, *numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
         if count > len(numbers):
-            raise Damaged(f"the {_FREE} has {count} pages in a record of {len(numbers)}")
+            raise Damaged(f"the {_FREE} claims {count} page numbers in a record of only {len(numbers)}")
         del numbers[count:]
         if not numbers:
             return
         if numbers[0] >= self._pages or any(this <= following for this, following in pairwise(numbers)):
             raise Damaged(f"the {_FREE} names pages out of order or beyond the file")
         if any(map(self._taken.__getitem__, numbers)):
-            raise Damaged(f"the {_FREE} names a page that is something else too")
+            raise Damaged(f"the {_FREE} names a page that is claimed twice")
         deque(map(self._taken.__setitem__, numbers, repeat(1)), maxlen=0)
 
     def _take(self, first: int, count: int, name: str) -> None:
         end = first + count
         if not first < end <= self._pages or self._taken.find(1, first, end) >= 0:
-            raise Damaged(f"page {first} of the {name} is something else too, or beyond the file")
+            raise Damaged(f"page {first} of the {name} is claimed twice, or lies beyond the file")
         self._taken[first:end] = b"\1" * count
 
     def _leaves(self, tree: Tree, name: str) -> Iterator[_Part]:
-        """Yield the leaves of a tree in order, accounting for branches and leaves."""
+        """Yield the leaves of a tree in key order, and account for its branches and leaves."""
         if tree.root == NO_PAGE and not tree.depth:
             return
         if not 0 < tree.depth <= _DEEPEST:
-            raise Damaged(f"the {name} is {tree.depth} deep")
+            raise Damaged(f"the {name} has an impossible depth, {tree.depth}")
         level = [_Part(tree.root, b"", None)]
         for _ in range(tree.depth - 1):
             level = [child for part in level for child in self._children(part, name)]
@@ -376,19 +394,19 @@ class PageCount:
             yield part
 
     def _children(self, part: _Part, name: str) -> list[_Part]:
-        """Return the children of a branch. The first key of a branch has no meaning."""
+        """Return the children of a branch. LMDB does not use the first key of a branch."""
         self._take(part.page, 1, name)
         nodes, _ = self._nodes(part.page, _BRANCH, name)
         keys = [part.low, *(_turned(node.key, name) for node in nodes[1:])]
         _check_order(keys, part, name)
         highs = [*keys[1:], part.high]
         if len(nodes) < 2 and name != _FREE:  # LMDB leaves such branches while it deletes from the free list
-            raise Damaged(f"page {part.page} of the {name} has one branch")
+            raise Damaged(f"page {part.page} of the {name} has only one child")
         pages = (node.nbytes | node.flags << 32 for node in nodes)
         return [_Part(*each) for each in zip(pages, keys, highs, strict=True)]
 
     def _leaf(self, part: _Part, name: str) -> Iterator[tuple[bytes, int, int, int, bytes]]:
-        """Yield key, length, flags and offset of each value of a leaf, each with the bytes of the leaf."""
+        """Yield the key, length, flags and offset of each value of a leaf, and the bytes of the leaf."""
         nodes, raw = self._nodes(part.page, _LEAF, name)
         keys = [_turned(node.key, name) for node in nodes]
         _check_order(keys, part, name)
@@ -396,12 +414,15 @@ class PageCount:
             yield key, node.nbytes, node.flags, node.at, raw
 
     def _nodes(self, number: int, kind: int, name: str) -> tuple[list[_Node], bytes]:
-        """Return the nodes of an LMDB page, which must fill it up to its end without gaps, and its bytes."""
+        """Return the nodes and the bytes of an LMDB page.
+
+        The nodes must fill the page to its end without gaps.
+        """
         raw, offsets, upper = self._read(number, kind, name)
         nodes, ends = [], {}
         for offset in offsets:
             if not upper <= offset <= self._block - NODE.size:
-                raise Damaged(f"page {number} of the {name} has a node outside")
+                raise Damaged(f"page {number} of the {name} has a node outside the page")
             low, high, flags, length = NODE.unpack_from(raw, offset)
             at, nbytes = offset + NODE.size + length, low | high << 16
             inside = 0 if kind == _BRANCH else 8 if flags & _BIG else nbytes
@@ -418,7 +439,7 @@ class PageCount:
             raise Damaged(f"page {number} of the {name} is truncated")
         own, _, flags, lower, upper = HEADER.unpack_from(raw)
         if own != number or flags != kind or lower % 2 or not HEADER.size < lower <= upper < len(raw):
-            raise Damaged(f"page {number} of the {name} has another page number or type")
+            raise Damaged(f"page {number} of the {name} has a header with a wrong page number, type or bound")
         return raw, struct.unpack_from(f"<{(lower - HEADER.size) // 2}H", raw, HEADER.size), upper
 
 
@@ -430,7 +451,10 @@ def _tree(raw: bytes, flags: int, name: str, *, pad: int = 0) -> Tree:
 
 
 def _turned(key: bytes, name: str) -> bytes:
-    """Return a key as LMDB compares it: those of the free list are integers, with the lowest byte first."""
+    """Return a key in the byte order in which LMDB compares it.
+
+    Keys of the free list are little-endian integers.
+    """
     return key[::-1] if name == _FREE else key
 
 
@@ -446,14 +470,15 @@ def _check_count(count: int, tree: Tree, name: str) -> None:
 
 
 _BLOCK = 4096
-_HEAD_NBYTES = 4080  # of a record in LMDB; record_format.HEAD_NBYTES, but that module imports numpy
+_HEAD_NBYTES = 4080  # the same as record_format.HEAD_NBYTES, but that module imports numpy
 _SUMMED = KEY_NBYTES + BODY_NBYTES
 
 
 def walk(directory: str, payload: str) -> int | str:
     """Check the environment in ``directory`` without changing it.
 
-    Returns its number of catalogue records, or a description of the damage.
+    Returns:
+        The number of catalogue records, or a description of the damage.
     """
     fd = os.open(os.path.join(directory, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -473,66 +498,71 @@ def _walk(fd: int, directory: Path, payload: str) -> int:
     trees = count.trees()
     catalogue, pages = (trees.pop(name, NO_TREE) for name in (CATALOGUE_DB, PAGES_DB))
     records = _intact(count.entries(catalogue, "catalogue"))
-    values = _Values(count.values(pages, "pages"))
+    values = _Values(count.values(pages, "pages tree"))
     if payload == "extents":
         _check_slots(records, directory)
     else:
         _check_values(records, values)
     values.check_ended()
     for name, tree in trees.items():
-        count.small(tree, name.decode(errors="replace"))
+        count.small(tree, f"{name.decode(errors='replace')} tree")
     count.free_list()
     return catalogue.entries
 
 
 def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield key and entry of each catalogue record, after verifying its checksum."""
+    """Verify the checksum of each catalogue record, and yield its key and entry."""
     digest = xxh3_64_digest  # runs a million times: avoid attribute look-ups
     for record in records:
         if digest(record[:_SUMMED]) != record[_SUMMED:]:
-            raise Damaged(f"catalogue record of {record[:KEY_NBYTES].hex()} differs from its checksum")
+            raise Damaged(f"catalogue record of {record[:KEY_NBYTES].hex()} does not match its checksum")
         yield record[:KEY_NBYTES], record[KEY_NBYTES:]
 
 
 class _Values:
-    """The KV pages that LMDB keeps as values. Call ``of`` with ascending keys."""
+    """The KV pages that LMDB stores as values, in key order. Call ``of`` with ascending keys."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._values = values
         self._next = next(values, None)
 
     def of(self, key: bytes) -> Value | None:
-        """Return the value under ``key``. Raises Damaged if an earlier key has a value that was not requested."""
+        """Return the value under ``key``, or None.
+
+        Raises Damaged if a lower key has a value that was never requested.
+        """
         found = self._next
         if found is None or found.key > key:
             return None
         if found.key < key:
-            raise Damaged(f"the page of {found.key.hex()} has no catalogue record")
+            raise Damaged(f"page {found.key.hex()} is stored in LMDB, but has no catalogue record")
         self._next = next(self._values, None)
         return found
 
     def check_ended(self) -> None:
-        """Raise Damaged if values remain."""
+        """Raise Damaged if values remain that were never requested."""
         if self._next is not None:
-            raise Damaged(f"the page of {self._next.key.hex()} has no catalogue record")
+            raise Damaged(f"page {self._next.key.hex()} is stored in LMDB, but has no catalogue record")
 
 
 def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
-    """Check that each entry's value has the length, and begins on the LMDB page, that the entry names."""
+    """Check the length of each large value, and its first LMDB page if the entry names one."""
     for key, raw in records:
         if any(raw[LOCATION]):
-            raise Damaged(f"catalogue record of {key.hex()} names an extent file where there are none")
+            raise Damaged(f"catalogue record of {key.hex()} names an extent file, but the tier has none")
         value = values.of(key)
         number = int.from_bytes(raw[PAGE_NUMBER], "little")
         if number and (value is None or value.page != number):
-            raise Damaged(f"catalogue record of {key.hex()} names a page that is not its own")
+            raise Damaged(f"catalogue record of {key.hex()} names a page that belongs to another record")
         stored = int.from_bytes(raw[STORED_NBYTES], "little")
         if value is not None and value.page and value.nbytes != _HEAD_NBYTES + stored:
-            raise Damaged(f"catalogue record of {key.hex()} has a value of {value.nbytes} bytes")
+            raise Damaged(
+                f"catalogue record of {key.hex()} has a value of the wrong size, {exact_size(value.nbytes)}"
+            )
 
 
 def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> None:
-    """Check that every entry names a slot that is long enough, exists, and belongs to no other entry."""
+    """Check that every entry's slot exists, is long enough and belongs to no other entry."""
     spans = []
     for key, raw in records:
         first = int.from_bytes(raw[LOCATION], "little")
@@ -544,24 +574,29 @@ def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> Non
 
 
 def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
-    """Check that these ranges (first, end) of blocks (``extent << 32 | block``) exist and do not overlap."""
+    """Check that these ranges of blocks exist and do not overlap.
+
+    A range is (first, end), where a block is given as ``extent << 32 | block``.
+    """
     spans.sort()
     ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
     before = 0
     for first, end in spans:
         block, number = first & 0xFFFFFFFF, first >> 32
         if first < before:
-            raise Damaged(f"two records at block {block} of extent file {number}")
+            raise Damaged(f"two records overlap at block {block} of extent file {number}")
         before = end
         if end > ends.get(first >> 32, 0):
-            raise Damaged(f"a record at block {block} of extent file {number}, which is missing or cut")
+            raise Damaged(
+                f"a record is at block {block} of extent file {number}, which is missing or truncated"
+            )
 
 
 def main() -> int:
     """Print the number of records and return 0, or print the fault to stderr and return another exit code.
 
-    A failure after the first line of stdout counts as damage of the directory, a failure before it as a fault
-    of this program.
+    The caller treats a failure after the first line of stdout as damage to the directory, and an earlier one as
+    a fault of this program.
     """
     sys.stdout.write("walking\n")
     sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""How pages become payloads of records, and payloads become pages again.
+"""Conversion of pages to the payloads of records and back.
 
-Memory holds pages unchanged or encoded (``host.codec``). Encoded pages go to disk as they are, or with their codes
-compressed. An encoder or decoder serves one thread; each thread makes its own.
+Host memory contains pages unchanged or encoded (``host.codec``). Pages that are encoded in memory are written
+to disk as they are, or with their codes (the quantized numbers) compressed. Encoders and decoders are not
+thread-safe, so each thread creates its own.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from tierstore.errors import IntegrityError
 from tierstore.nvme import record_format
 from tierstore.nvme.record_format import CODECS, NAMES, Codec, Head
 from tierstore.page import PageLayout
+from tierstore.types import exact_size
 
 Bytes = NDArray[np.uint8]
 
 
 class UnfitError(IntegrityError):
-    """The page is intact, but memory cannot hold it in its form."""
+    """The page is intact, but the codec of host memory cannot represent it."""
 
 
 def allowed_over(held: str) -> tuple[str, ...]:
-    """Return the codecs that pages encoded as ``held`` may be written with."""
+    """Return the values of nvme.codec that are allowed if memory holds pages encoded with ``held``.
+
+    "none" writes pages as they are in memory.
+    """
     return tuple(name for name in ("none", held, f"{held}+zstd") if name == "none" or name in LOSSY)
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How pages are encoded on their way to disk.
+    """How pages are encoded when they are written to disk.
 
     Attributes:
-        name: Codec that pages are written with.
-        layout: Layout of the pages. Without it no page is encoded, and no encoded page can be read.
-        held: Codec that pages in memory are encoded with already.
+        name: Codec with which pages are written; "none" writes them as they are in memory.
+        layout: Layout of the pages. If None, pages are not encoded, and encoded pages cannot be read.
+        held: Codec with which the pages in memory are already encoded.
     """
 
     name: str = "none"
@@ -52,35 +57,35 @@ class Coding:
         if self.held != "none" and self.name not in allowed_over(self.held):
             allowed = ", ".join(allowed_over(self.held))
             raise ValueError(
-                f"codec must be one of {allowed} over pages held as {self.held!r}, got {self.name!r}"
+                f"codec must be one of {allowed} with host.codec {self.held!r}, got {self.name!r}"
             )
 
     @property
     def form(self) -> HostFormat | None:
-        """How memory holds a page; None: unchanged."""
+        """Format of encoded pages in memory, or None if pages in memory are not encoded."""
         return None if self.held == "none" or self.layout is None else HostFormat.of(self.held, self.layout)
 
     @property
     def on_disk(self) -> str:
-        """The codec of the records, except for pages that it does not make smaller."""
+        """Codec of the records, except for pages that the codec does not make smaller."""
         return self.held if self.name == "none" else self.name
 
     @property
     def changes(self) -> bool:
-        """Whether a record's payload differs from what memory holds."""
+        """Whether pages in memory get another encoding when they are written to disk."""
         return self.name not in ("none", self.held)
 
     @property
     def plain(self) -> Codec:
-        """The codec in a record's head if its payload is the page as memory holds it."""
+        """Codec that the head names if the record's payload is the page exactly as it is in memory."""
         return CODECS[self.held]
 
     def raw_nbytes(self, payload: Bytes) -> int:
-        """Return the length of the page that memory holds as ``payload``."""
+        """Return the unencoded length, in bytes, of the page that ``payload`` contains."""
         return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes
 
     def encoder(self) -> PageEncoder | None:
-        """Make an encoder of pages as memory holds them, for one thread. None if they are stored unchanged."""
+        """Create an encoder of pages in memory, for one thread. Return None if pages are stored unchanged."""
         if self.layout is None or not self.changes:
             return None
         if self.held == "none":
@@ -88,12 +93,15 @@ class Coding:
         return CodeCompressor(LOSSY[self.name], self.layout)
 
     def decoders(self) -> Decoders:
-        """Make the decoders for one thread."""
+        """Create the decoders for one thread."""
         return Decoders(self.layout, self.form)
 
 
 class Decoders:
-    """Turns records into pages as memory holds them. For one thread; each decoder is made when first needed."""
+    """The decoders of one thread, which convert records to pages in the format of host memory.
+
+    Not thread-safe. Each decoder is created on first use.
+    """
 
     def __init__(self, layout: PageLayout | None, form: HostFormat | None = None) -> None:
         self._layout = layout
@@ -104,7 +112,7 @@ class Decoders:
         self._packer: Packer | None = None
 
     def of(self, codec: Codec) -> PageDecoder | None:
-        """Return the decoder of ``codec``; None if the pages' layout is unknown."""
+        """Return the decoder of ``codec``, or None if pages need no decoding or their layout is unknown."""
         if self._layout is None or codec is Codec.NONE:
             return None
         if codec not in self._made:
@@ -112,19 +120,19 @@ class Decoders:
         return self._made[codec]
 
     def fill(self, head: Head, payload: Bytes, out: Bytes) -> None:
-        """Fill ``out``, a page or a slot's view, from the payload of a verified record.
+        """Fill ``out`` from the payload of a verified record.
 
-        A payload in the form that memory holds is already at the beginning of ``out``. If this raises, the content of
-        ``out`` is undefined.
+        ``out`` is a page or, if host memory contains encoded pages, the view of a slot. A payload in the format of
+        host memory must already be at the start of ``out``. If this raises, the content of ``out`` is undefined.
 
         Raises:
             IntegrityError: The payload is not a page of this length, or its codec has no decoder.
-            UnfitError: Memory cannot hold the page.
+            UnfitError: The codec of host memory cannot represent the page.
         """
         there = np.may_share_memory(payload, out)
         if head.codec is self._plain:
             self._require_length(head, out)
-            assert there, "what memory holds is read to where it is held"
+            assert there, "a payload in the format of host memory must already be in out"
         elif self._form is None:
             record_format.decode(head, payload.copy() if there else payload, out, self.of(head.codec))
         else:
@@ -134,7 +142,10 @@ class Decoders:
         wanted = out.nbytes if self._form is None else self._form.layout.blob_nbytes
         stored = out.nbytes if self._form is None else self._form.payload_nbytes
         if (head.raw_nbytes, head.stored_nbytes) != (wanted, stored):
-            raise IntegrityError(f"the record's page has {head.raw_nbytes} bytes, expected {wanted}")
+            raise IntegrityError(
+                f"the record holds a page of {exact_size(head.raw_nbytes)} stored in {exact_size(head.stored_nbytes)}, "
+                f"expected {exact_size(wanted)} stored in {exact_size(stored)}"
+            )
 
     def _repack(self, form: HostFormat, head: Head, payload: Bytes, slot: Bytes) -> None:
         squeezed = f"{form.codec}+zstd"

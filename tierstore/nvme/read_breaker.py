@@ -1,12 +1,12 @@
-"""A circuit breaker for reads of a disk that fails or hangs. Pure state; the caller passes the time. Not thread-safe.
+"""A circuit breaker for reads from a disk that fails or hangs. Not thread-safe.
 
-    CLOSED     every read is tried; several failures in a row, or one read that hangs, open the breaker
-    OPEN       no read is tried until the pause is over
-    PROBING    one read is tried; it closes the breaker, or opens it again for twice as long
+    CLOSED     every read is attempted; several failures in a row, or one read that hangs, open the breaker
+    OPEN       no read is attempted until a pause is over
+    PROBING    one read is attempted; it closes the breaker, or opens it again for twice as long
 
-The circuit breaker of M. Nygard, "Release It!". A read is identified by the ticket that admitted it, because the result
-of a read admitted earlier says little about the present: its failure is ignored, its success shows that the disk
-answers again.
+This is the circuit breaker of M. Nygard, "Release It!". The class reads no clock: the caller passes the time. Each read
+keeps the ticket with which it was admitted. If the breaker has opened since then, a failure of the read is
+ignored, because it says little about the present; a success shows that the disk answers again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 
 LIMIT = 5
-"""Failures in a row that open the breaker."""
+"""Number of failures in a row that opens the breaker."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -29,7 +29,7 @@ class Circuit(Enum):
 
 
 class Breaker:
-    """The breaker. ``state`` changes only in calls, and ``now`` must never decrease."""
+    """A circuit breaker. Only its methods change ``state``. ``now`` is in seconds and must never decrease."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class Breaker:
         self._again = 0.0
 
     def admit(self, now: float) -> int | None:
-        """Return a ticket for a read that may be tried now, or None. The result must be reported."""
+        """Return a ticket if a read may be attempted now, else None.
+
+        The caller must report the result of the read.
+        """
         if self.state is Circuit.CLOSED:
             return self._ticket
         if self.state is Circuit.OPEN and now >= self._again:
@@ -57,7 +60,7 @@ class Breaker:
         return None
 
     def succeeded(self, ticket: int, now: float) -> None:
-        """Report that the disk answered, with whatever result."""
+        """Report that the disk returned data, whether it was valid or not."""
         if ticket == self._ticket and self.state is not Circuit.OPEN:
             self.state = Circuit.CLOSED
             self._failures = 0
@@ -66,7 +69,7 @@ class Breaker:
             self._again = min(self._again, now)
 
     def failed(self, ticket: int, now: float) -> None:
-        """Report that the disk answered with an error."""
+        """Report that the read with this ticket failed because the disk returned an error."""
         if ticket != self._ticket or self.state is Circuit.OPEN:
             return
         self._failures += 1
@@ -74,12 +77,12 @@ class Breaker:
             self._open(now)
 
     def hung(self, ticket: int, now: float) -> None:
-        """Report that the disk did not answer in time. Do not call ``failed`` for the same read afterwards."""
+        """Report that the disk did not answer in time. Do not call ``failed`` for the same read later."""
         if ticket == self._ticket and self.state is not Circuit.OPEN:
             self._open(now)
 
     def gave_up(self, ticket: int, now: float) -> None:
-        """Report that the disk was not asked after all, so that another read may be tried instead."""
+        """Report that the disk was not accessed after all, so that another read may be attempted instead."""
         if ticket == self._ticket and self.state is Circuit.PROBING:
             self.state = Circuit.OPEN
             self._again = min(self._again, now)

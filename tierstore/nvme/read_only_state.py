@@ -1,4 +1,4 @@
-"""The read-only state of the tier: why the disk refuses writes, and when the writer tries again."""
+"""The read-only state of the tier: why the disk refuses writes and when the writer retries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Refusal:
-    """State of a disk that refuses writes. For the writer's thread only, except ``active``, which is thread-safe."""
+    """State of a disk that refuses writes.
+
+    Only the writer's thread may use it, but any thread may read ``active``.
+    """
 
     def __init__(self) -> None:
         self.active = False
@@ -26,25 +29,28 @@ class Refusal:
         self._told = False
 
     def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
-        """Enter the state or double the pause before the next attempt. Warns once until a page is written."""
+        """Enter the read-only state, or double the pause before the next attempt.
+
+        Logs a warning, but only once until ``forget`` is called. Until then, writes fail with ``failure``.
+        """
         if not self._told:
-            _log.warning("the NVMe tier is read-only until the disk takes writes again: %s", error)
+            _log.warning("the NVMe tier is read-only until the disk accepts writes again: %s", error)
         self._told = self.active = True
         self.failure = failure
         self._again = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def end(self) -> None:
-        """Report that a write succeeded."""
+        """Leave the read-only state after a successful transaction. Only ``forget`` resets the pause."""
         self.active = False
 
     def forget(self) -> None:
-        """Report that pages were written: the disk has recovered."""
+        """Leave the read-only state and reset the pause, because pages were written: the disk has recovered."""
         if self._told:
-            _log.info("the NVMe tier takes writes again")
+            _log.info("the NVMe tier accepts writes again")
         self.active = self._told = False
         self._pause_s = _FIRST_PAUSE_S
 
     def remaining_s(self) -> float:
-        """Return the seconds until the next attempt."""
+        """Return the number of seconds until the next attempt."""
         return max(0.0, self._again - time.monotonic())

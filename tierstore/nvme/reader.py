@@ -1,13 +1,14 @@
-"""Read page records with every byte checked: the reader threads, the checker threads beside them, and the lender.
+"""Readers of page records, which verify every byte.
 
-``RecordReader`` reads one record on any thread. ``Readers`` are the tier's threads: together they take pages of the
-oldest transfer and check each before it counts. A read that exceeds ``timeout_s`` is late: its page gets a separate
-ack, so nobody waits for it, and its thread and slot stay occupied until it ends. While the disk hangs, or fails several
-reads in a row, reads are not tried (``read_breaker``).
+``RecordReader`` reads one record on any thread. ``Readers`` are the tier's threads. Together they take pages
+from the oldest transfer, and verify each page before it counts as read. A read that exceeds ``timeout_s`` is
+late. Its page gets a separate ack, so that the rest of the transfer need not wait for it. Its thread and slot
+stay occupied until the read finishes. While the disk hangs, or after several reads in a row have failed, reads
+are not attempted (see ``read_breaker``).
 
-``Checkers`` check and decode pages while the readers fetch the next ones. A page's checksum takes a tenth of the time
-in which a fast disk delivers the page, and the thread that waits for the disk would have one read less in flight
-meanwhile. ``Lender`` lends records in their stored form, payload and codec, for use elsewhere.
+``Checkers`` verify and decode pages while the readers fetch the next ones. Verifying a page's checksum takes
+a tenth of the time in which a fast disk delivers the page. If the reader threads verified pages as well, the
+disk would have fewer reads in flight meanwhile. ``Lender`` reads records for archives, without decoding them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from tierstore.nvme.lmdb_environment import Environment
 from tierstore.nvme.page_codecs import Coding, Decoders, UnfitError
 from tierstore.nvme.read_breaker import Breaker, Circuit
 from tierstore.nvme.record_storage import HEAD, TRIES, Fetched, MovedError, RecordBytes, lookup
-from tierstore.threads import start_all
+from tierstore.threads import Worker, start_all
 from tierstore.types import Failure, PageKey, Transfer
 
 
 def scratch_for(page_nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that suits ``fetch``: aligned, and large enough for pages that cannot be read into place."""
+    """Return aligned scratch memory for ``fetch``. It is large enough for a record that cannot be read in place."""
     return aligned(BLOCK + padded(page_nbytes))
 
 
 class RecordReader:
-    """Reads records. Thread-safe."""
+    """Reader of page records. Thread-safe."""
 
     def __init__(
         self,
@@ -56,12 +57,13 @@ class RecordReader:
         held_nbytes: int | None = None,
         erased: Container[bytes] = (),
     ) -> None:
-        """Read records of ``env``.
+        """Create a reader of the records in ``env``.
 
         Args:
-            payload: Where the bytes of records are.
-            held_nbytes: Length of the encoded pages in memory; None if memory holds pages unchanged.
-            erased: Keys that ``record`` and the listings skip.
+            payload: Storage of the records' bytes.
+            held_nbytes: Length in bytes of encoded pages in memory, or None if pages in memory are not
+                encoded.
+            erased: Keys whose records count as missing in ``record`` and in the listings.
         """
         self._held = held_nbytes
         self._env = env
@@ -70,19 +72,21 @@ class RecordReader:
         self._erased = erased
 
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
-        """Read the record of ``key`` into ``out``, or into ``scratch`` if memory holds another form. Checks nothing.
+        """Read the record of ``key``: the head into ``scratch``, and the payload into ``out``.
 
-        The errors except KeyError are about the record that the catalogue names now: a record that is replaced or moved
-        during the read is looked up again.
+        A payload whose format differs from that of host memory is read into ``scratch``. Nothing is verified. If
+        the record is replaced or moved during the read, the key is looked up again. An error other than
+        KeyError therefore concerns the record that the catalogue names now.
 
         Args:
-            key: The page.
-            out: Memory for the page; the caller's until ``check`` has returned.
-            scratch: Aligned memory of at least BLOCK bytes; the caller's until ``check`` has returned.
+            key: Key of the page.
+            out: Memory for the page. The caller must not use it for anything else until ``check`` has
+                returned.
+            scratch: Aligned memory of at least BLOCK bytes, with the same restriction.
 
         Raises:
-            KeyError: There is no such record.
-            IntegrityError: The bytes cannot be what was written.
+            KeyError: The page has no record.
+            IntegrityError: The bytes cannot be those that were written.
             OSError: The record could not be read.
             lmdb.Error: The catalogue could not be read.
             MovedError: The record was replaced or moved during every attempt.
@@ -101,18 +105,19 @@ class RecordReader:
         scratch: NDArray[np.uint8],
         decoders: Decoders,
     ) -> None:
-        """Check every byte and fill ``out`` with the page in the form that memory holds.
+        """Verify every byte and fill ``out`` with the page in the format of host memory.
 
-        A record that was replaced or moved during the read is read again. If this raises, the content of ``out`` is
-        undefined. Errors of ``fetch`` are raised too.
+        A record that was replaced or moved during the read is read again. If the call fails, the content of
+        ``out`` is undefined. The errors of ``fetch`` are raised, too.
 
         Args:
-            fetched: What ``fetch`` returned for ``out`` and ``scratch``.
-            decoders: The calling thread's; the thread need not be the one that fetched.
+            fetched: The result of ``fetch`` for ``out`` and ``scratch``.
+            decoders: Decoders of the calling thread, which need not be the thread that fetched the page.
 
         Raises:
-            IntegrityError: The bytes are not what was written, or they are encoded and have no decoder.
-            UnfitError: Memory cannot hold the page.
+            IntegrityError: The bytes are not those that were written, or they are encoded and have no
+                decoder.
+            UnfitError: The codec of host memory cannot represent the page.
         """
         head, fetched = self._settled(key, fetched, out, scratch)
         decoders.fill(head, fetched.payload, out)
@@ -120,10 +125,10 @@ class RecordReader:
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[bytes, NDArray[np.uint8]]:
-        """Return the head and the payload of a record in its stored form, with every byte checked.
+        """Return the head and the payload of a record in its stored form, after verifying every byte.
 
-        The payload is a part of ``out`` or ``scratch``, which are as for ``fetch``. Raises what ``fetch`` and ``check``
-        raise.
+        The payload is a view of ``out`` or ``scratch``, which must meet the requirements of ``fetch``. Raises
+        the errors of ``fetch`` and ``check``.
         """
         if key in self._erased:
             raise KeyError(key)
@@ -133,10 +138,11 @@ class RecordReader:
     def _settled(
         self, key: PageKey, fetched: Fetched, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
     ) -> tuple[record_format.Head, Fetched]:
-        """Return the checked head and its bytes, read again if the catalogue names another record by now.
+        """Return the verified head and the bytes of a record.
 
-        A record that fails its checks is damaged only if the catalogue still names it, because no transaction keeps its
-        place from being rewritten during the read.
+        A record that fails verification may have been replaced during the read, because no transaction keeps
+        its slot from being rewritten. It counts as damaged only if the catalogue still names it. Otherwise,
+        the record that the catalogue names now is read instead.
         """
         for _ in range(TRIES):
             try:
@@ -145,10 +151,10 @@ class RecordReader:
                 if lookup(self._env, key) == fetched.raw:
                     raise
             fetched = self.fetch(key, out, scratch)
-        raise MovedError(f"replaced {TRIES} times while it was read")
+        raise MovedError(f"the record was replaced {TRIES} times while it was being read")
 
     def _verified(self, key: PageKey, fetched: Fetched, scratch: NDArray[np.uint8]) -> record_format.Head:
-        """Return the head of a record, after checking every byte of head and payload."""
+        """Verify every byte of a record's head and payload, and return the head."""
         return record_format.verify(
             scratch[HEAD],
             fetched.payload,
@@ -158,22 +164,24 @@ class RecordReader:
         )
 
     def summaries(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
-        """Yield key, parent and bytes on disk of every record in key order, from one snapshot. Not while a writer runs.
+        """Yield the key, parent and size on disk of every record in key order, from one snapshot.
 
-        Entries are used as the checking child found them; each is checked again when its page is loaded.
+        Must not be called while a writer runs. Entries are not verified here: a child process verified them
+        when the directory was opened, and each entry is verified again when its page is loaded.
         """
         with self._env.begin() as txn:
             yield from map(summary, self._listed(txn))
 
     def loss_classes(self) -> Iterator[tuple[PageKey, str]]:
-        """Yield key and loss class of every record; "" if no class was noted. Otherwise like ``summaries``."""
+        """Yield the key and loss class of every record ("" if unknown). Must not be called while a writer runs."""
         with self._env.begin() as txn:
             yield from map(loss_class, self._listed(txn))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
-        """Read every record and yield its key and what is wrong with it, or None. For tools; changes nothing.
+        """Read every record, and yield its key and a description of its fault, or None.
 
-        Encoded pages are not decoded: the check is that the bytes are those that were written.
+        Changes nothing. Encoded pages are not decoded: the check confirms only that the bytes are those that
+        were written.
         """
         out, scratch = aligned(0)[:0], scratch_for(0)
         with self._env.begin() as txn:
@@ -192,12 +200,12 @@ class RecordReader:
                 yield PageKey(key), None
 
     def _listed(self, txn: lmdb.Transaction[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Yield key and entry of every record that is not erased."""
+        """Yield the key and entry of every record that is not erased."""
         items = iter(txn.cursor(db=self._env.catalogue))
         return items if self._erased == () else ((k, raw) for k, raw in items if k not in self._erased)
 
     def close(self) -> None:
-        """Close the descriptors, but not the environment. No call may be in progress or follow."""
+        """Close the file descriptors but not the environment. No other call may be in progress or follow."""
         self._payload.close()
 
 
@@ -205,9 +213,9 @@ Task = Callable[[Decoders], None]
 
 
 class Checkers:
-    """``count`` daemon threads that check pages, with memory for one page each. Thread-safe.
+    """``count`` daemon threads that verify pages, each with memory for one page. Thread-safe.
 
-    With ``count`` 0 the thread that fetches also checks.
+    If ``count`` is 0, the thread that fetches a page also verifies it.
     """
 
     def __init__(self, count: int, page_nbytes: int, coding: Coding) -> None:
@@ -216,18 +224,15 @@ class Checkers:
         self._tasks: deque[tuple[Task, NDArray[np.uint8]]] = deque()
         self._spare = [scratch_for(page_nbytes) for _ in range(count)]
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tierstore-nvme-check-{number}", daemon=True)
-            for number in range(count)
-        ]
+        self._threads = [Worker(self._run, name=f"tierstore-nvme-check-{number}") for number in range(count)]
         start_all(self._threads, self.close)
 
     def offer(self, task: Task, scratch: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Hand ``task`` to a thread, which uses ``scratch`` until the task ends.
+        """Hand ``task`` to a thread, which uses ``scratch`` until the task finishes. A task must not raise.
 
         Returns:
-            Another scratch for the caller, or None if all threads are busy and the caller must run the task. A task
-                must not raise.
+            Another scratch buffer for the caller. None if all threads are busy or ``close`` was called; the
+            caller must then run the task.
         """
         with self._changed:
             if self._closing or not self._spare:
@@ -237,14 +242,14 @@ class Checkers:
             return self._spare.pop()
 
     def close(self) -> None:
-        """Accept no more tasks, run the accepted ones, and let the threads end."""
+        """Accept no more tasks, run those already accepted, and let the threads exit."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     @property
-    def threads(self) -> list[threading.Thread]:
-        """Return the threads, to be joined after ``close``."""
+    def threads(self) -> list[Worker]:
+        """The threads, to be joined after ``close``."""
         return self._threads
 
     def _run(self) -> None:
@@ -264,12 +269,16 @@ class Checkers:
 _log = logging.getLogger("tierstore.nvme.readers")
 _pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with single pages
 
-_WORTH_CHECKING_APART = 512 << 10  # bytes of a page; handing over a smaller one takes as long as checking it
+_WORTH_CHECKING_APART = 512 << 10  # bytes; handing a smaller page to a checker takes as long as verifying it
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A page that a thread is reading, with the ticket of the breaker and the start time of its busy share."""
+    """A page that a thread is reading: page ``index`` of ``job``.
+
+    ``ticket`` is the breaker's permit for the read, ``since`` the time at which the read started, and ``begun``
+    the value of ``Shares.begin``, which ``Shares.end`` needs.
+    """
 
     job: Job
     index: int
@@ -295,7 +304,7 @@ class Readers:
     ) -> None:
         self._reader = reader
         self._outbox = outbox
-        self._warned = False  # about a bad page
+        self._warned = False  # whether a bad page was reported
         self._count = count
         self._page_nbytes = page_nbytes
         self._timeout_s = timeout_s
@@ -307,29 +316,30 @@ class Readers:
         self._shares = Shares()
         self._num_late = 0
         self._closing = False
-        self._posted = False  # acks that were queued but not announced
+        self._posted = False  # whether acks were queued but not announced
         self._told_absent = False
-        # Decoding a page takes ten times as long as summing it: up to half the time the disk takes to deliver it.
+        # Decoding a page takes ten times as long as verifying it, and up to half the time in which the disk
+        # delivers it.
         apart = count if coding.changes else max(1, count // 2)
         self._checkers = Checkers(apart if page_nbytes >= _WORTH_CHECKING_APART else 0, page_nbytes, coding)
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tierstore-nvme-read-{number}", daemon=True)
-            for number in range(count)
-        ]
+        self._threads = [Worker(self._run, name=f"tierstore-nvme-read-{number}") for number in range(count)]
         start_all(self._threads, self.close)
 
     @property
     def absent(self) -> bool:
-        """Whether reads are not tried at present, except for an occasional probe."""
+        """Whether reads are currently skipped, except for an occasional probe."""
         return self._breaker.state is not Circuit.CLOSED or self._num_late == self._count
 
     @property
     def num_late(self) -> int:
-        """Number of late reads that have not ended."""
+        """Number of late reads that are still in progress."""
         return self._num_late
 
     def submit(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a read. Never blocks. Acked as CLOSED after ``close``, as UNAVAILABLE if all threads hang."""
+        """Queue a read. Never blocks.
+
+        The read fails as CLOSED after ``close``, and as UNAVAILABLE if all threads hang.
+        """
         with self._changed:
             if out and not self._closing and self._num_late < self._count:
                 self._jobs.append(Job(transfer, out))
@@ -341,7 +351,11 @@ class Readers:
             self._outbox.count("read_unavailable", len(out))
 
     def look(self, now: float) -> None:
-        """Detect late reads. Call it periodically with time.monotonic()."""
+        """Mark reads in progress that have exceeded the timeout as late. Call this periodically.
+
+        If the reads of all threads are late, the queued reads fail as UNAVAILABLE. ``now`` is the value of
+        time.monotonic().
+        """
         with self._changed:
             for read in self._reading:
                 if not read.late and now - read.since >= self._timeout_s:
@@ -354,7 +368,7 @@ class Readers:
         self._tell_state()
 
     def close(self) -> None:
-        """Fail reads that have not begun with CLOSED, and let the threads end."""
+        """Ack queued pages as CLOSED, and let the threads exit once they have finished their reads."""
         with self._changed:
             self._closing = True
             self._refuse(Failure.CLOSED)
@@ -362,13 +376,13 @@ class Readers:
         self._checkers.close()
 
     def join_until(self, deadline: float) -> bool:
-        """Wait for the threads until ``deadline`` (time.monotonic()). Returns whether all have ended."""
+        """Wait for the threads until ``deadline`` (time.monotonic()). Return whether all have exited."""
         threads = [*self._threads, *self._checkers.threads]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    # -- a thread -----------------------------------------------------------------------------------------------
+    # -- on the reader threads ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         scratch = scratch_for(self._page_nbytes)
@@ -388,7 +402,7 @@ class Readers:
     def _check_apart(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> None:
-        """Check the page on another thread than the one that fetched it."""
+        """Verify a page on a different thread from the one that fetched it, and record the result."""
         outcome = self._check(read, fetched, scratch, decoders)
         with self._changed:
             self._ended(read, outcome, time.monotonic())
@@ -396,7 +410,7 @@ class Readers:
         self._told_of(posted=posted)
 
     def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
-        """Record the end of a read and return the next one, if any, in a single hold of the lock."""
+        """Record the result of a read and return the next read, if any. The lock is taken only once."""
         now = time.monotonic()
         with self._changed:
             self._ended(read, outcome, now)
@@ -411,7 +425,7 @@ class Readers:
         self._tell_state()
 
     def _wait(self) -> _Read | None:
-        """Wait for the next read. None when the readers close."""
+        """Wait for the next read. Return None when the readers close."""
         while True:
             with self._changed:
                 while not self._jobs and not self._closing:
@@ -437,28 +451,30 @@ class Readers:
         return out.nbytes if failure is None else failure
 
     def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
-        """Call ``act``. Returns the page's failure, counted and logged, or None."""
+        """Call ``act``. If it raises, count, log and return the failure of the page, else return None."""
         try:
             act()
         except KeyError:
             failure = Failure.NOT_FOUND
         except UnfitError as error:
             failure = Failure.UNFIT
-            self._warn("page %s on disk is none for memory: %s", key, error)
+            self._warn("page %s on disk cannot be held in memory: %s", key, error)
         except IntegrityError as error:
             failure = Failure.INTEGRITY
-            self._warn("page %s on disk is not what was written: %s", key, error)
-        except (MovedError, lmdb.PanicError):  # a catalogue in panic is reopened by the writer
+            self._warn("page %s on disk is damaged: %s", key, error)
+        except (MovedError, lmdb.PanicError):  # the writer reopens a catalogue in panic
             failure = Failure.UNAVAILABLE
         except lmdb.ReadersFullError as error:
             failure = Failure.UNAVAILABLE
             self._warn(
-                "page %s was not read: other programs read the catalogue in all its places: %s", key, error
+                "page %s was not read: other programs occupy all reader slots of the catalogue (MDB_READERS_FULL): %s",
+                key,
+                error,
             )
         except (OSError, lmdb.Error) as error:
             failure = Failure.IO_ERROR
             self._warn("page %s could not be read: %s", key, error)
-        except Exception:  # noqa: BLE001  the thread's top: one page fails, the thread goes on
+        except Exception:  # noqa: BLE001  top level of the thread: one page fails, the thread continues
             failure = Failure.IO_ERROR
             _pages_log.exception("reading page %s failed", key.hex())
         else:
@@ -467,7 +483,10 @@ class Readers:
         return failure
 
     def _warn(self, message: str, key: PageKey, error: Exception) -> None:
-        """Log a warning about the first bad page. A failing disk has thousands, which are only counted."""
+        """Log a warning about the first bad page.
+
+        Later ones are only counted, because a failing disk has thousands.
+        """
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
         _pages_log.log(level, message, key.hex(), error)
@@ -475,7 +494,7 @@ class Readers:
     # -- with the lock held -------------------------------------------------------------------------------------
 
     def _take(self, now: float) -> _Read | None:
-        """Return the next page to read. If reads are not tried, fail everything queued."""
+        """Return the next page to read. If the breaker admits no read, fail all queued pages and return None."""
         if not self._jobs:
             return None
         ticket = self._breaker.admit(now)
@@ -517,7 +536,7 @@ class Readers:
             self._post(read.job)
 
     def _refuse(self, failure: Failure) -> None:
-        """Fail everything that is queued and has not begun."""
+        """Fail all queued pages whose reads have not started."""
         while self._jobs:
             job = self._jobs.popleft()
             begun, job.next = job.next, len(job.pages)
@@ -527,7 +546,8 @@ class Readers:
                 self._post(job)
 
     def _post(self, job: Job) -> None:
-        # under the lock, so that the ack of late pages cannot overtake the ack that declares them late
+        # Called under the lock, so that the ack of late pages cannot overtake the ack that declares them
+        # late.
         ack = job.ack()
         self._outbox.count("bytes_read", ack.nbytes)
         self._outbox.add_quietly(ack)
@@ -537,10 +557,10 @@ class Readers:
         posted, self._posted = self._posted, False
         return posted
 
-    # -- what people are told -----------------------------------------------------------------------------------
+    # -- logging -----------------------------------------------------------------------------------------
 
     def _tell_state(self) -> None:
-        """Log a warning when reads stop being tried, and a message when they resume; once each."""
+        """Log a warning when the tier stops attempting reads, and a message when it resumes, once each."""
         if self.absent is self._told_absent:
             return
         with self._changed:
@@ -550,27 +570,30 @@ class Readers:
             self._told_absent = absent
         if absent:
             _log.warning(
-                "the disk under the NVMe tier fails or hangs (%d reads for %g s or longer): its pages are misses until "
-                "it answers again",
+                "the disk of the NVMe tier fails or hangs (%d reads have taken %g s or longer): its pages are misses "
+                "until it answers again",
                 hanging,
                 self._timeout_s,
             )
         else:
-            _log.info("the disk under the NVMe tier answers again")
+            _log.info("the disk of the NVMe tier answers again")
 
 
 NOT_FOUND = "not found"
 
 
 class Lent(NamedTuple):
-    """Memory that a record is read into, as ``RecordReader.fetch`` needs it."""
+    """The memory into which ``RecordReader.fetch`` reads one record."""
 
     page: NDArray[np.uint8]
     scratch: NDArray[np.uint8]
 
 
 class Record(NamedTuple):
-    """A checked record: its head, the head as bytes (``raw``), and its payload, flat uint8, in ``lent`` if not None."""
+    """A verified record: its head, the bytes of the head (``raw``), and its payload as flat uint8.
+
+    ``lent`` is the memory that contains the payload, if it belongs to a ``RecordBuffers``.
+    """
 
     head: record_format.Head
     raw: bytes
@@ -579,9 +602,9 @@ class Record(NamedTuple):
 
 
 class RecordBuffers:
-    """A pool of memory for records on their way to one consumer. Thread-safe.
+    """A pool of memory for records that are passed to one consumer. Thread-safe.
 
-    Memory is reused because allocating it costs more than reading a page.
+    Memory is reused because allocating it takes longer than reading a page.
     """
 
     def __init__(self, page_nbytes: int) -> None:
@@ -589,20 +612,23 @@ class RecordBuffers:
         self._free: list[Lent] = []
 
     def take(self) -> Lent:
-        """Return memory for one record. It is the caller's until given back or dropped."""
+        """Return memory for one record. The caller may return it with ``give_back``, or drop it."""
         try:
             return self._free.pop()
         except IndexError:
             return Lent(aligned(self._page_nbytes)[: self._page_nbytes], scratch_for(self._page_nbytes))
 
     def give_back(self, record: Record) -> None:
-        """Return a record's memory for reuse."""
+        """Put the memory of a record back into the pool. The record must not be used afterwards."""
         if record.lent is not None:
             self._free.append(record.lent)
 
 
 def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Record | str:
-    """Return the record of a page with every byte checked, or the reason why it is unavailable."""
+    """Read and verify the record of a page into a buffer of ``memory``.
+
+    Return the record, or the reason why it is unavailable.
+    """
     lent = memory.take()
     try:
         raw, payload = reader.record(key, *lent)
@@ -614,7 +640,10 @@ def read_record(reader: RecordReader, key: PageKey, memory: RecordBuffers) -> Re
 
 
 class Lender:
-    """Lends records of an open tier. Reads on the calling threads, several at once, until ``close``."""
+    """Reads records of an open tier in the form in which they are stored. Thread-safe.
+
+    Each call reads on its own thread.
+    """
 
     def __init__(self, reader: RecordReader, page_nbytes: int) -> None:
         self._reader = reader
@@ -624,7 +653,10 @@ class Lender:
         self._closed = False
 
     def record(self, key: PageKey, memory: RecordBuffers | None = None) -> Record | str:
-        """Like ``read_record``, until ``close``. Waits if the disk hangs. Without ``memory`` it allocates its own."""
+        """Return the same as ``read_record``, or "the tier is closed" after ``close``.
+
+        Blocks while the disk hangs. If ``memory`` is None, new memory is allocated.
+        """
         with self._ended:
             if self._closed:
                 return "the tier is closed"
@@ -637,7 +669,10 @@ class Lender:
                 self._ended.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop lending. Returns False if a call did not end in time."""
+        """Refuse further calls, and wait up to ``timeout_s`` seconds for those in progress.
+
+        Return whether all of them have finished.
+        """
         with self._ended:
             self._closed = True
             return self._ended.wait_for(lambda: not self._reading, timeout_s)

@@ -1,11 +1,13 @@
-"""Encode a page as a record and decode it. A record is a head of 4,080 bytes and the page, unchanged or encoded.
+"""Encoding of pages as records and decoding of records. A record is a head of 4,080 bytes and the payload.
 
-The head names everything that the bytes depend on (format, fingerprint, key, parent, codec, lengths) and ends in an
-xxh3-128 over itself and the payload, so another page's record, an old format, truncation and bit flips are all
-detected. 4,080 bytes and the 16 that LMDB puts in front of a value are one 4 KiB block, so the payload is
-block-aligned. This module does not know where records are stored.
+The payload is the page, unchanged or encoded. The head names everything that the bytes depend on (format,
+fingerprint, key, parent, codec, lengths) and ends with an xxh3-128 checksum of itself and the payload.
+Another page's record, an old format, truncation and bit flips are therefore all detected. The head and the 16
+bytes that LMDB puts in front of a value fill one 4 KiB block, so the payload is block-aligned. This module
+does not know where records are stored.
 
-All functions are pure: no I/O, thread-safe. An encoder or decoder passed in belongs to the calling thread.
+All functions are thread-safe and do no I/O. An encoder or decoder that is passed in must belong to the
+calling thread.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from xxhash import xxh3_128
 
 from tierstore.errors import IntegrityError
 from tierstore.keys import KEY_NBYTES
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from tierstore.codecs import PageDecoder, PageEncoder
 
 HEAD_NBYTES = 4080
-"""Length of a record's head."""
+"""Length of a record's head in bytes."""
 
 FORMAT_VERSION = 1
 """Incremented whenever an older reader would misread a new record."""
@@ -43,7 +45,7 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 
 class Codec(IntEnum):
-    """How a record's payload is encoded. Values are on disk and never reused."""
+    """Codec of a record's payload. The values are stored on disk and never reused."""
 
     NONE = 0
     EXP = 1
@@ -67,22 +69,22 @@ CODECS = {
     "int4": Codec.INT4,
     "int4-64": Codec.INT4_64,
 }
-"""Codec number in a head, by the codec's name."""
+"""Codec number in a record's head, by codec name."""
 
 NAMES: dict[int, str] = {codec: name for name, codec in CODECS.items()}
-"""Codec name, by the number in a head."""
+"""Codec name, by the number in a record's head."""
 
 _ENCODED = frozenset(CODECS.values()) - {Codec.NONE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The fields of a record's head. Lengths in bytes.
+    """The fields of a record's head. Lengths are in bytes.
 
     Attributes:
-        fingerprint: 32 bytes from ``fingerprint_digest``.
-        generation: Differs between writes of a key, so that a reader can tell whether the record it has read is the one
-            that the catalogue named. 0 in LMDB records of older versions, which wrote none there.
+        fingerprint: The 32 bytes returned by ``fingerprint_digest``.
+        generation: Differs between writes of a key, so that a reader can tell whether it has read the record
+            that the catalogue named. 0 in LMDB records of older versions, which did not write this field.
     """
 
     fingerprint: bytes
@@ -100,16 +102,19 @@ def fingerprint_digest(fingerprint: str) -> bytes:
 
 
 def record_nbytes(page_nbytes: int) -> int:
-    """Return the largest length of the record of a page of ``page_nbytes``."""
+    """Return the maximum length, in bytes, that the record of a page with ``page_nbytes`` bytes can have."""
     return HEAD_NBYTES + page_nbytes
 
 
 def seal(head: Head, payload: NDArray[np.uint8]) -> bytes:
-    """Return the head as 4,080 bytes, with the checksum over head and ``payload`` (flat, contiguous uint8)."""
+    """Return the head as 4,080 bytes, with the checksum of head and ``payload`` (flat, contiguous uint8)."""
     if len(head.fingerprint) != 32 or len(head.key) != KEY_NBYTES:
-        raise ValueError("a head needs a fingerprint of 32 and a key of 36 bytes")
+        raise ValueError(
+            f"a head needs a fingerprint of 32 bytes and a key of {KEY_NBYTES} bytes, got "
+            f"{exact_size(len(head.fingerprint))} and {exact_size(len(head.key))}"
+        )
     if head.parent is not None and len(head.parent) != KEY_NBYTES:
-        raise ValueError("a parent must be a key of 36 bytes")
+        raise ValueError(f"a parent must be a key of {KEY_NBYTES} bytes, got {exact_size(len(head.parent))}")
     fields = _FIELDS.pack(
         _MAGIC,
         FORMAT_VERSION,
@@ -141,14 +146,14 @@ def encode(
 ) -> int:
     """Write the record of ``page`` into ``record`` and return its length in bytes.
 
-    The checksum covers the copy in ``record``, which is what will be stored.
+    The checksum is computed from the copy in ``record``, because this copy is what gets stored.
 
     Args:
         page: The page, flat contiguous uint8.
         record: Memory of at least ``record_nbytes(page.nbytes)`` bytes, flat contiguous uint8.
-        encoder: Encodes the page, if that makes it smaller by at least a tenth.
-        plain: The codec that ``page`` is encoded with already.
-        raw_nbytes: Length of the page before that.
+        encoder: Encoder to use. The page is stored as it is if the encoder does not save at least a tenth.
+        plain: Codec with which ``page`` is already encoded.
+        raw_nbytes: Unencoded length of the page in bytes. None: ``page`` is not encoded yet.
     """
     room = record[HEAD_NBYTES : record_nbytes(page.nbytes)]
     length = None if encoder is None else encoder.encode(page, room)
@@ -169,9 +174,11 @@ def encode(
 
 
 def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8], *, generation: int = 0) -> int:
-    """Write a record with an existing payload into ``record`` under ``generation``; return its length in bytes.
+    """Write a record with an existing payload and a new ``generation`` into ``record``.
 
-    Like in ``encode``, the checksum covers the copy.
+    Return its length in bytes.
+
+    As in ``encode``, the checksum is computed from the copied bytes.
     """
     stored = record[HEAD_NBYTES : HEAD_NBYTES + head.stored_nbytes]
     np.copyto(stored, payload)
@@ -182,20 +189,24 @@ def copy(head: Head, payload: NDArray[np.uint8], record: NDArray[np.uint8], *, g
 def decode(
     head: Head, payload: NDArray[np.uint8], page: NDArray[np.uint8], decoder: PageDecoder | None
 ) -> None:
-    """Fill ``page`` from the payload of a verified record; the two must not overlap.
+    """Decode the payload of a verified record into ``page``. ``payload`` and ``page`` must not overlap.
 
     Raises:
-        IntegrityError: The payload is not a page of this length, or its codec has no decoder. The content of ``page``
-            is undefined.
+        IntegrityError: The payload is not a page of this length, or its codec has no decoder. The content of
+            ``page`` is then undefined.
     """
     if head.raw_nbytes != page.nbytes:
-        raise IntegrityError(f"record of a page of {head.raw_nbytes} bytes, not {page.nbytes}")
+        raise IntegrityError(
+            f"the record holds a page of {exact_size(head.raw_nbytes)}, expected {exact_size(page.nbytes)}"
+        )
     if head.codec is Codec.NONE:
         np.copyto(page, payload)
     elif decoder is None:
-        raise IntegrityError("record of an encoded page of unknown geometry")
+        raise IntegrityError("the record is encoded, but the page layout needed to decode it is unknown")
     elif CODECS[decoder.name] is not head.codec:
-        raise IntegrityError(f"record of codec {head.codec.name}, and a decoder of {decoder.name!r}")
+        raise IntegrityError(
+            f"the record has codec {NAMES[head.codec]!r}, but the decoder is for {decoder.name!r}"
+        )
     else:
         decoder.decode(payload, page)
 
@@ -208,19 +219,22 @@ def verify(
     key: PageKey,
     generation: int = 0,
 ) -> Head:
-    """Check a record read as ``head`` (4,080 bytes) and ``payload`` (the rest). Changes nothing.
+    """Verify a record that was read as ``head`` (4,080 bytes) and ``payload`` (the rest).
 
     Returns:
-        The head, if the bytes are exactly those written for ``key`` under ``fingerprint`` as ``generation``.
+        The parsed head. The bytes are exactly those written for ``key`` under ``fingerprint`` as
+        ``generation``.
 
     Raises:
-        IntegrityError: They are not; the message gives the reason.
+        IntegrityError: The record is damaged, or belongs to another fingerprint, key or generation. The message
+            says which.
     """
     raw = bytes(head)
     found = parse(raw)
     if found.stored_nbytes != payload.nbytes:
         raise IntegrityError(
-            f"the payload has {payload.nbytes} bytes, but the head says {found.stored_nbytes}"
+            f"the size of the payload is {exact_size(payload.nbytes)}, but its head says "
+            f"{exact_size(found.stored_nbytes)}"
         )
     if _checksum(raw[:_SUMMED], payload) != raw[_SUMMED:]:
         raise IntegrityError("the record does not match its checksum")
@@ -234,20 +248,26 @@ def verify(
 
 
 def parse(raw: bytes) -> Head:
-    """Decode a head's fields without verifying its checksum. IntegrityError if it cannot be a head of this format."""
+    """Parse the fields of a head without verifying its checksum.
+
+    Raises:
+        IntegrityError: ``raw`` cannot be a head in this format.
+    """
     if len(raw) != HEAD_NBYTES:
-        raise IntegrityError(f"the head has {len(raw)} bytes, expected {HEAD_NBYTES}")
+        raise IntegrityError(
+            f"the size of the head is {exact_size(len(raw))}, expected {exact_size(HEAD_NBYTES)}"
+        )
     magic, version, codec, has_parent, _, raw_nbytes, stored_nbytes, fingerprint, key, parent, generation = (
         _FIELDS.unpack_from(raw)
     )
     if magic != _MAGIC or version != FORMAT_VERSION:
-        raise IntegrityError("not a record of this format")
+        raise IntegrityError("the head has a wrong magic number or format version")
     plain, encoded = codec == Codec.NONE, codec in _ENCODED
     if (
         not ((plain and raw_nbytes == stored_nbytes) or (encoded and raw_nbytes > stored_nbytes))
         or has_parent > 1
     ):
-        raise IntegrityError("the head has fields that no writer of this format makes")
+        raise IntegrityError("the head has field values that no writer of this format produces")
     return Head(
         fingerprint=fingerprint,
         key=PageKey(key),

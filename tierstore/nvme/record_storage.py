@@ -1,15 +1,17 @@
-"""The protocols of the two storages of record bytes, LMDB (``lmdb_pages``) and extent files (``extents``).
+"""The protocols of record storage, which LMDB (``lmdb_pages``) and extent files (``extents``) implement.
 
-Both implement ``Records``, which the ``Catalogue`` calls to write: ``write`` before its transaction; ``replaced``, then
-``entry`` or ``erased``, for each key within it; then ``settle`` if it was committed, ``undo`` if not, ``doubt`` if that
-is unknown. Both implement ``RecordBytes``, which the ``RecordReader`` calls.
+The ``Catalogue`` writes through ``Records``. It calls ``write`` before its transaction. Within the
+transaction, it calls ``replaced`` and then ``entry`` or ``erased`` for each key. Afterwards, it calls
+``settle`` if the transaction was committed, ``undo`` if it was not, and ``doubt`` if the outcome is unknown.
+The ``RecordReader`` reads through ``RecordBytes``.
 
-From an extent file ``preadv`` reads a record directly into the caller's page, past the page cache where possible: a
-truncated or unreadable file is an error there, where a mapped read would raise a signal. The look-up's read transaction
-ends before the read begins, because an open transaction keeps LMDB from reusing freed pages, and a read that hangs
-would fill the map. A slot is pinned while it is read: no new record is written there, but one may have been written
-between the look-up and the pin. Checksum, key and generation detect that, and the reader looks the key up again. A
-record in LMDB is copied out of the map within the transaction that looks it up.
+A record in an extent file is read by ``preadv`` directly into the caller's page, bypassing the page cache
+where possible. A truncated or unreadable file causes an exception, where a mapped read would raise a signal.
+The read transaction of the look-up ends before the read begins, because an open transaction keeps LMDB from
+reusing freed pages, and a read that hangs would let the map fill up. A slot is pinned while it is read, so
+that no new record is written to it. However, a new record may have been written to the slot between the
+look-up and the pin. Checksum, key and generation reveal this, and the reader looks the key up again. A record
+in LMDB is copied out of the map within the transaction that looks it up.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from tierstore.nvme.catalogue_entry import Entry
 from tierstore.nvme.direct_io import BLOCK, padded
 from tierstore.nvme.extent_allocator import Place
 from tierstore.nvme.lmdb_environment import Environment
-from tierstore.types import PageKey
+from tierstore.types import PageKey, exact_size
 
 
 class Page(NamedTuple):
-    """One page to store.
+    """A page to be stored.
 
-    ``payload`` is flat uint8. ``head`` is set for a record that is stored unchanged, with payload and codec.
+    ``payload`` is flat uint8. If ``head`` is set, ``payload`` is that of an existing record, and is stored with
+    the same codec.
     """
 
     key: PageKey
@@ -43,7 +46,10 @@ class Page(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where a page's bytes were written. Not used by LMDB, which gets the bytes in the transaction."""
+    """Where the bytes of a page's record were written.
+
+    With LMDB storage, the fields keep their defaults, because ``Records.entry`` writes the record later.
+    """
 
     place: Place = Place(0, 0, 0)
     generation: int = 0
@@ -51,68 +57,77 @@ class Written(NamedTuple):
 
 
 class Records(Protocol):
-    """What a catalogue needs from its storage of records."""
+    """The operations that a catalogue needs from its storage of records."""
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
-        """Write the bytes durably before an entry names them. None for a page that found no free slot.
+        """Write the bytes durably, before an entry refers to them. If this raises, nothing is kept.
 
-        If this raises, nothing is kept.
+        LMDB storage writes nothing here, because ``entry`` writes its records.
+
+        Returns:
+            The location of each page's bytes, or None for a page that found no free slot.
         """
         ...
 
     def entry(self, txn: lmdb.Transaction[memoryview], page: Page, written: Written) -> Entry:
-        """Return the entry of a page."""
+        """Return the catalogue entry of a page. LMDB storage also writes the record, in ``txn``."""
         ...
 
     def replaced(self, key: PageKey, old: bytes | None) -> None:
-        """Announce that the transaction replaces, removes or creates this entry. OSError means that it must not."""
+        """Record that the transaction replaces, removes or creates this entry.
+
+        ``old`` is the current entry as stored, or None. Raising OSError aborts the transaction.
+        """
         ...
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Announce that the transaction removes this record."""
+        """Record that the transaction removes this page's record. LMDB storage deletes it, in ``txn``."""
         ...
 
     def settle(self) -> None:
-        """Announce that the transaction was committed."""
+        """Record that the transaction was committed."""
         ...
 
     def undo(self) -> None:
-        """Announce that the transaction was certainly not committed."""
+        """Record that the transaction was definitely not committed."""
         ...
 
     def doubt(self) -> None:
-        """Announce that the transaction raised: it may or may not have been committed."""
+        """Record that the transaction raised an exception, so it may or may not have been committed."""
         ...
 
     def make_places(self, count: int) -> bool:
-        """Make space, which erasing alone does not, for up to ``count`` records that ``write`` had no slot for.
+        """Make slots for up to ``count`` records by moving other records. Return whether to retry ``write``.
 
-        Returns whether a retry makes sense.
+        The catalogue calls this if ``write`` found no slots even after records were erased.
         """
         ...
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether a failed transaction left something that only the record's next transaction settles."""
+        """Return whether a failed transaction left it unknown which slot the entry of ``key`` refers to."""
         ...
 
     def close(self) -> None:
-        """End the thread. No call may follow."""
+        """Stop the threads of this storage. This must be the last call."""
         ...
 
 
 HEAD = slice(BLOCK - record_format.HEAD_NBYTES, BLOCK)
-"""Where a record's head is in the scratch memory that it was fetched with."""
+"""Part of the scratch memory that contains a record's head after ``fetch``."""
 
 TRIES = 4
-"""Number of look-ups of a key whose record keeps being replaced or moved."""
+"""Maximum number of look-ups of a key whose record keeps being replaced or moved."""
 
 
 class MovedError(Exception):
-    """The record was replaced or moved during every attempt to read it. This says nothing about its state."""
+    """The record was replaced or moved during every attempt to read it. It need not be damaged."""
 
 
 class Fetched(NamedTuple):
-    """A record's bytes as they were read, unchecked: its payload, and the catalogue entry that led to it."""
+    """A record that was read but not yet verified.
+
+    ``raw`` is the stored catalogue entry that located the record, and ``generation`` is the generation in this entry.
+    """
 
     payload: NDArray[np.uint8]
     raw: bytes
@@ -120,7 +135,7 @@ class Fetched(NamedTuple):
 
 
 class RecordBytes(Protocol):
-    """Fetches the bytes of a record, unchecked."""
+    """Reader that fetches the bytes of records without verifying them."""
 
     def fetch(
         self,
@@ -131,19 +146,19 @@ class RecordBytes(Protocol):
     ) -> Fetched:
         """Read a record into memory.
 
-        The head goes to the first BLOCK bytes of ``scratch``. A payload as long as ``out`` fills it, one of ``held``
-        bytes goes to its beginning, and any other to ``scratch`` behind the head. Raises what ``RecordReader.fetch``
-        raises.
+        The head is read into the first BLOCK bytes of ``scratch``. A payload that is as long as ``out`` fills
+        ``out``. A payload of ``held`` bytes is placed at the start of ``out``, and any other payload in
+        ``scratch`` after the head. Raises the errors of ``RecordReader.fetch``.
         """
         ...
 
     def close(self) -> None:
-        """Close the files it opened."""
+        """Close the files that the records are read from."""
         ...
 
 
 def lookup(env: Environment, key: PageKey) -> bytes:
-    """Return the catalogue's present entry of ``key`` as stored. Raises KeyError if there is none."""
+    """Return the current catalogue entry of ``key`` as stored. Raises KeyError if the page has no entry."""
     raw = env.entry(key)
     if raw is None:
         raise KeyError(key)
@@ -151,7 +166,10 @@ def lookup(env: Environment, key: PageKey) -> bytes:
 
 
 def look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> bytes:
-    """Return the entry of a key whose read failed with ``error``, or raise ``error`` if the entry is still ``raw``."""
+    """Return the entry of a key whose read failed with ``error``.
+
+    Raise ``error`` if the entry is still ``raw``.
+    """
     again = lookup(env, key)
     if again == raw:
         raise error
@@ -161,12 +179,17 @@ def look_again(env: Environment, key: PageKey, raw: bytes, error: Exception) -> 
 def memory_for(
     entry: Entry, out: NDArray[np.uint8], scratch: NDArray[np.uint8], held: int | None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Choose the memory for a record's payload; return it and the part of it that is payload.
+    """Choose the memory for a record's payload, in ``out`` or ``scratch``. See ``RecordBytes.fetch``.
 
-    A payload of an unexpected length belongs to another codec or to a page of another length; its head will tell.
+    A payload with an unexpected length has a different codec or belongs to a page of a different length. This is
+    not known until the head has been read.
+
+    Returns:
+        The memory to read into, including padding, and the part of it that the payload takes.
 
     Raises:
         IntegrityError: The payload is longer than a page.
+        ValueError: ``scratch`` is too small.
     """
     stored = entry.stored_nbytes
     if stored == out.nbytes:
@@ -174,8 +197,12 @@ def memory_for(
     if stored == held and stored < out.nbytes:
         return out[: padded(stored)], out[:stored]
     if stored > out.nbytes and (held is None or stored > scratch.nbytes - BLOCK):
-        raise IntegrityError(f"record of {stored} bytes for a page of {out.nbytes}")
+        raise IntegrityError(
+            f"a payload of {exact_size(stored)} is too long for a page of {exact_size(out.nbytes)}"
+        )
     body = scratch[BLOCK : BLOCK + padded(stored)]
     if body.nbytes < stored:
-        raise ValueError(f"scratch of {scratch.nbytes} bytes is too small for a page of {out.nbytes}")
+        raise ValueError(
+            f"scratch of {exact_size(scratch.nbytes)} is too small for a page of {exact_size(out.nbytes)}"
+        )
     return body, body[:stored]

@@ -1,8 +1,9 @@
-"""The NVMe tier: pages by key, catalogued in an LMDB environment, behind queues that never block the caller."""
+"""The NVMe tier: pages on disk, catalogued in LMDB, behind queues that never block the caller."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -25,29 +26,30 @@ from tierstore.nvme.page_codecs import Coding
 from tierstore.nvme.reader import Lender, Readers
 from tierstore.nvme.writer import NoWriter, SyncWork, Writer
 from tierstore.page import PageLayout
-from tierstore.types import Ack, PageKey, Tier, Transfer
+from tierstore.threads import Worker
+from tierstore.types import Ack, PageKey, Tier, Transfer, exact_size
 
 _watchdog_log = logging.getLogger("tierstore.nvme.patience")
 
 _LOOKS = 4
-"""Number of checks within the timeout after which a read or a write counts as late."""
+"""Number of checks for late reads and writes per timeout."""
 
 
 _CLOSE_S = 5.0
 
 
 class Watchdog:
-    """A daemon thread that calls each of ``looks`` with time.monotonic(), four times per ``timeout_s``."""
+    """A daemon thread that calls each function in ``looks`` with time.monotonic(), four times per ``timeout_s``."""
 
     def __init__(self, looks: Sequence[Callable[[float], None]], timeout_s: float) -> None:
         self._looks = looks
         self._every_s = timeout_s / _LOOKS
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tierstore-nvme-watch", daemon=True)
+        self._thread = Worker(self._run, name="tierstore-nvme-watch")
         self._thread.start()
 
     def close(self) -> None:
-        """Stop checking. Waits briefly for a check in progress, which never does I/O."""
+        """Stop the checks. Waits briefly for one in progress, which never does I/O."""
         self._over.set()
         self._thread.join(_CLOSE_S)  # limited: a signal handler may have left a lock held
 
@@ -56,28 +58,31 @@ class Watchdog:
             for look in self._looks:
                 try:
                     look(time.monotonic())
-                except Exception:  # noqa: BLE001  the thread's top: it goes on looking
-                    _watchdog_log.exception("looking after the disk's threads failed")
+                except Exception:  # noqa: BLE001  top level of the thread: it continues
+                    _watchdog_log.exception("checking the disk's threads failed")
 
 
 _log = logging.getLogger("tierstore.nvme.tier")
 
 
 class NvmeTier:
-    """One (fingerprint, shard) of a home directory, held exclusively by this process.
+    """The disk tier of a store: the sub-directory of a home directory for one fingerprint and shard.
+
+    While it is open, no other process can open the sub-directory, unless both open it read-only.
 
     All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once
-    ``poll`` has returned its transfer's Ack. In a forked child all methods raise StoreClosed.
+    ``poll`` has returned the Ack of its transfer. In a forked child, ``close`` has no effect and every method
+    that accesses pages raises StoreClosed.
     """
 
     tier: ClassVar[Tier] = Tier.NVME
-    """Which of the store's tiers this is."""
+    """The tier of the store that this class implements."""
 
     record_nbytes: int
-    """Largest cost of one page's record on disk, including its share of the catalogue."""
+    """Maximum size of a page's record on disk in bytes, including its share of the catalogue."""
 
     budget_nbytes: int
-    """Largest sum of record bytes with which all files of the tier stay within the capacity."""
+    """Total size of records, in bytes, up to which the files of the tier stay within the capacity."""
 
     def __init__(
         self,
@@ -92,11 +97,13 @@ class NvmeTier:
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
         self.read_only = isinstance(shard, FrozenShard)
-        """Whether the tier was opened read-only. ``budget_nbytes`` is then what its records take now."""
+        """Whether the tier was opened read-only. ``budget_nbytes`` is then the size of its records."""
         self._form = coding.form
         self._view_nbytes = page_nbytes if self._form is None else self._form.view_nbytes
         self._directory = shard.directory
         self._lock = shard.lock
+        self._undo = shard.undo
+        self._retracted = False
         self._catalogue = shard.catalogue
         if self.read_only:
             self.budget_nbytes = max(sizing.record_nbytes, shard.catalogue.live_nbytes)
@@ -104,9 +111,9 @@ class NvmeTier:
         self._num_readers = shard.readers
         self._payload, self._direct, self._codec = shard.payload, shard.direct, coding.on_disk
         self._outbox = outbox
-        # If a thread cannot be started, the directory is released and the threads that run are ended.
+        # If a thread cannot be started, stop the running threads and release the directory.
         with ExitStack() as undone:
-            undone.callback(shard.lock.release)
+            undone.callback(shard.undo)
             undone.callback(shard.catalogue.close)
             self._readers = Readers(
                 shard.catalogue.reader,
@@ -122,11 +129,16 @@ class NvmeTier:
                 if isinstance(shard, FrozenShard)
                 else Writer(shard.catalogue, outbox, sizing, timeout_s, shortage=shard.shortage)
             )
-            undone.callback(self._writer.join, timeout_s)
-            undone.callback(self._writer.close)
-            self.lender = Lender(shard.catalogue.reader, page_nbytes)
+            release = undone.pop_all()
+        self.lender = Lender(shard.catalogue.reader, page_nbytes)
+        try:
             self._watchdog = Watchdog([self._readers.look, self._writer.look], timeout_s)
-            undone.pop_all()
+        except BaseException:
+            self._readers.close()
+            self._writer.close()
+            if self._writer.join(timeout_s):  # otherwise it still uses the catalogue, under the lock
+                release.close()
+            raise
         self._disk_nbytes = 0
         self._pid = os.getpid()
         self._closed = False
@@ -152,30 +164,33 @@ class NvmeTier:
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, creating it if needed.
 
-        A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts empty.
-        Records of any codec can be read, encoded ones only with ``layout``.
+        A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts
+        empty. Records of any codec can be read, but encoded ones need ``layout``.
 
         Args:
             path: The home directory.
-            capacity: Limit in bytes for everything in the sub-directory on disk.
-            wake: Called from an I/O thread, with no lock held, when a transfer or a sync has ended.
-            description: Stored in the marker, for people.
-            payload: Keep page bytes in "lmdb" or in "extents"; records of the other kind are removed with one warning.
-                "auto" keeps the existing kind, and for a new directory writes 32 MiB to measure the disk.
-            codec: How pages are written from now on, a name of ``tierstore.codecs``. Every codec but "none" needs
-                ``layout``.
-            held: Codec of the pages in memory (``codecs.host_format``). They are written as they are, or with their
-                codes compressed.
-            readers: Number of reader threads. None: as many as the disk needs for 95 % of its throughput. This
-                is measured and stored when a directory of at least 1 GiB is made; otherwise it is 2.
+            capacity: Maximum disk space for everything in the sub-directory, in bytes.
+            wake: Function that an I/O thread calls, with no lock held, when a transfer or a sync has
+                completed.
+            description: Free-form description, stored in the marker for people.
+            payload: Where to store page bytes: "lmdb", "extents" or "auto". Records in the other storage are
+                removed, with one warning. "auto" keeps the existing storage, or chooses by ``capacity`` for a
+                new directory.
+            codec: Codec for pages written from now on, a name from ``tierstore.codecs``. Every codec but
+                "none" needs ``layout``.
+            held: Codec of the pages in memory (``codecs.host_format``). They are written unchanged, or with
+                their codes compressed.
+            readers: Number of reader threads. None selects the number with which the disk reaches 95 % of its
+                throughput. A benchmark that writes 32 MiB measures it when a directory with a capacity of at
+                least 1 GiB is created. Without a measurement, None selects 2.
             timeout_s: Seconds after which callers no longer wait for a read or a batch of writes; see
                 ``submit_*`` and ``state``.
-            read_only: The sub-directory must exist. Nothing is written to it, and other processes may read it too;
-                ``capacity`` and ``payload`` have no effect.
+            read_only: Open an existing sub-directory and write nothing to it. Other processes may read it,
+                too. ``capacity`` and ``payload`` are ignored.
 
         Raises:
-            ConfigError: The directory is not ours or in use, or the disk lacks space for the capacity. Nothing is
-                changed.
+            ConfigError: The directory does not belong to TierStore or is in use, or the disk lacks space for
+                the capacity. Nothing is changed.
         """
         coding = Coding(codec, layout, held)
         marker = directory_layout.ShardMarker(
@@ -202,36 +217,35 @@ class NvmeTier:
         )
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
-        """Yield key, parent and bytes on disk of every record found at opening. Call it once, before any ``submit_*``.
+        """Yield the key, parent and size on disk of every record that was found when the tier was opened.
 
-        The sizes sum to at most ``budget_nbytes``. After the capacity was lowered, records beyond that are
-        erased instead.
+        Call this once, before any ``submit_*``. The sizes add up to at most ``budget_nbytes``. If the capacity
+        was lowered or the catalogue has grown, the records may exceed this budget. The records farthest from the
+        beginning of their sequence are then queued for removal and not yielded.
         """
         self._guard()
-        room = self.budget_nbytes
-        surplus: list[PageKey] = []
         erased = set(self._catalogue.undeleted)
+        surplus: list[PageKey] = []
         try:
-            for record in self._catalogue.reader.summaries():
-                if record[0] in erased:
-                    continue
-                room -= record[2]
-                if room < 0:
-                    surplus.append(record[0])
-                else:
-                    yield record
+            listed: Iterator[_Summary] = (
+                each for each in self._catalogue.reader.summaries() if each[0] not in erased
+            )
+            if self._catalogue.live_nbytes > self.budget_nbytes:
+                listed, surplus = _split_by_depth(list(listed), self.budget_nbytes)
+            yield from listed
         except lmdb.Error as error:
             _log.warning("the NVMe tier at %s cannot list all of its records: %s", self._directory, error)
         self._writer.submit_erase(surplus)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
-        """Store ``pages[i]`` under ``transfer.keys[i]``, replacing what was there.
+        """Queue a write that stores ``pages[i]`` under ``transfer.keys[i]``, replacing any existing record.
 
-        A page that failed leaves no record. While a batch hangs, transfers behind it fail as UNAVAILABLE.
+        If a page cannot be written, an older record of its key is removed. While a batch hangs, transfers queued
+        behind it fail as UNAVAILABLE.
 
         Args:
-            transfer: Names the keys. The ``nbytes`` of its Ack are record bytes on disk.
-            pages: Flat uint8 of page_nbytes, or of a slot's view (``HostFormat.view_nbytes``) if memory holds
+            transfer: The keys. ``nbytes`` of the Ack counts the bytes of records on disk.
+            pages: Flat uint8 arrays of page_nbytes, or of ``HostFormat.view_nbytes`` if memory contains
                 encoded pages. They must not change before the Ack.
         """
         self._guard()
@@ -242,54 +256,67 @@ class NvmeTier:
         )
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill ``out[i]`` with the page of ``transfer.keys[i]``.
+        """Queue a read that fills ``out[i]`` with the page of ``transfer.keys[i]``.
 
         A page whose read hangs is ``late`` in a first Ack. A second Ack follows once nothing writes to
         ``out[i]`` any more. While the disk hangs or fails reads, pages fail as UNAVAILABLE at once, except
         for an occasional probe.
 
         Args:
-            transfer: Names the keys. The ``nbytes`` of its Ack are page bytes.
-            out: Flat writable uint8, sized as for ``submit_write``. The content is undefined until the Ack, and after
-                it for a page that failed.
+            transfer: The keys. ``nbytes`` of the Ack counts the bytes of pages.
+            out: Flat writable uint8 arrays, with the same sizes as in ``submit_write``. The content is
+                undefined until the Ack and, for a page that failed, after it.
         """
         self._guard()
         self._check(transfer, out)
         self._readers.submit(transfer, out)
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Remove records, ordered with the writes of the same keys. Missing records are ignored; there is no Ack."""
+        """Queue the removal of records. Removals and writes of a key are applied in the order of submission.
+
+        Missing records are ignored. No Ack is reported.
+        """
         self._guard()
         self._writer.submit_erase(keys)
 
     def poll(self) -> list[Ack]:
-        """Return the Acks of transfers ended since the last call, oldest first. Works after ``close`` too."""
+        """Remove and return the Acks of transfers that have completed, oldest first.
+
+        Works after ``close``, too.
+        """
         self._guard()
         return self._outbox.take()
 
     def sync(self, timeout_s: float) -> bool:
         """Wait until every write submitted so far is durable or acked as failed, and every erase is durable.
 
-        An erase is durable when a restart does not bring the page back: the record is deleted, or a tombstone names it.
+        An erase is durable if a restart does not bring the page back: the record is deleted, or a tombstone
+        names it.
 
         Returns:
-            False if that did not happen in time, or if the disk refuses it.
+            False on a timeout, or if the disk refuses to write.
         """
         self._guard()
         return self._writer.sync(timeout_s)
 
     def begin_sync(self) -> SyncWork:
-        """Queue a mark behind everything submitted so far and return it, for callers that wait in steps."""
+        """Queue a mark behind everything submitted so far, and return it without waiting.
+
+        Used instead of ``sync`` by callers that wait for the mark in steps.
+        """
         self._guard()
         return self._writer.begin_sync()
 
     def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for the batch in progress: ``state`` is not "ok" until it ends."""
+        """Report that a caller stopped waiting for the batch in progress.
+
+        ``state`` is then "read_only" or "absent" until the batch finishes.
+        """
         self._writer.give_up_waiting()
 
     @property
     def pending_erases(self) -> int:
-        """Number of erased pages that a restart now could bring back."""
+        """Number of erased pages that a restart could bring back if it happened now."""
         return self._writer.pending_erases
 
     @property
@@ -298,13 +325,13 @@ class NvmeTier:
         return self._writer.progress
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, fail queued reads with CLOSED, end the threads, and release environment and lock.
+        """Write all queued pages, fail queued reads as CLOSED, stop the threads, and release the directory.
 
-        Once it has returned True, another call has no effect.
+        After a call has returned True, further calls have no effect.
 
         Returns:
-            False if a thread did not end in time. Work that has not begun then fails, the environment stays
-                open and the lock held, and another ``close`` tries again.
+            False if a thread did not stop within ``timeout_s`` seconds. Work that has not started then fails,
+            the environment stays open, and the lock stays held. Call ``close`` again to retry.
         """
         if os.getpid() != self._pid or self._closed:
             return True
@@ -318,21 +345,35 @@ class NvmeTier:
         ended = self.lender.close(max(0.0, deadline - time.monotonic())) and ended
         if not (self._readers.join_until(deadline) and ended):
             _log.warning(
-                "the NVMe tier at %s has a thread that does not end; it is left behind", self._directory
+                "a thread of the NVMe tier at %s did not finish in time; the directory stays locked",
+                self._directory,
             )
             return False
-        self._closed = True
+        # A signal handler may interrupt each step or call ``close`` itself, so another call repeats them.
         self._catalogue.close()
-        self._lock.release()
+        if not self._retracted:
+            self._lock.release()
+        elif not self._closed:
+            self._closed = True  # a second ``close`` must not remove what another process creates
+            self._undo()
+        self._closed = True
         return True
+
+    def retract(self, timeout_s: float) -> bool:
+        """Close the tier, and remove everything that was created on disk when it was opened.
+
+        Used if the store could not be opened. Arguments and result are the same as for ``close``.
+        """
+        self._retracted = True
+        return self.close(timeout_s)
 
     @property
     def state(self) -> Literal["ok", "read_only", "absent"]:
         """State of the disk: "ok", "absent" or "read_only".
 
-        "absent" while reads are not tried because the disk hangs or fails them; "read_only" while writes
-        fail, or while one takes longer than the timeout or than a flush waits for it. A tier that was opened
-        read-only is "ok" unless it is "absent".
+        "absent" means that reads are not attempted, because the disk hangs or fails them. "read_only" means that
+        the disk refuses writes, that a batch of writes has exceeded the timeout, or that a flush stopped waiting
+        for the batch. A tier that was opened read-only is "ok" unless it is "absent".
         """
         if self._readers.absent:
             return "absent"
@@ -341,8 +382,8 @@ class NvmeTier:
     def stats(self) -> dict[str, object]:
         """Return sizes, counters and state, for people and metrics.
 
-        Reads a few directory entries, unless the disk hangs. A directory that was moved or deleted while the tier is
-        open counts as 0 bytes.
+        Reads a few directory entries, unless the disk hangs. If the directory was moved or deleted while the
+        tier is open, its size is reported as 0.
         """
         self._guard()
         counts = self._outbox.counts()
@@ -377,12 +418,13 @@ class NvmeTier:
     def _check(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         if len(pages) != len(transfer.keys) or len(transfer.parents) != len(transfer.keys):
             raise ValueError(
-                f"{len(transfer.keys)} keys, {len(transfer.parents)} parents, {len(pages)} pages"
+                f"a transfer needs a parent and a page for each of its {len(transfer.keys)} keys, got "
+                f"{len(transfer.parents)} parents and {len(pages)} pages"
             )
         if any(len(key) != KEY_NBYTES for key in transfer.keys):
-            raise ValueError(f"a key has {KEY_NBYTES} bytes")
+            raise ValueError(f"every key must be {KEY_NBYTES} bytes long")
         if any(page.shape != (self._view_nbytes,) or page.dtype != np.uint8 for page in pages):
-            raise ValueError(f"a page is a flat uint8 array of {self._view_nbytes} bytes")
+            raise ValueError(f"every page must be a flat uint8 array of {exact_size(self._view_nbytes)}")
 
 
 _COUNTERS = (
@@ -401,3 +443,36 @@ _COUNTERS = (
     "write_no_space",
     "write_unavailable",
 )
+
+
+_Summary = tuple[PageKey, PageKey | None, int]
+
+
+def _split_by_depth(records: Sequence[_Summary], room: int) -> tuple[Iterator[_Summary], list[PageKey]]:
+    """Return the records to keep, whose sizes add up to at most ``room`` bytes, and the keys of the others.
+
+    Records are kept in the order of their distance from the beginning of their sequence, so that a record is
+    kept only if all records before it are. Records without their parent come last.
+    """
+    parents = {key: parent for key, parent, _ in records}
+    depths: dict[PageKey, float] = {}
+    for key in parents:
+        path: list[PageKey] = []
+        at: PageKey | None = key
+        while at is not None and at in parents and at not in depths:
+            depths[at] = math.inf  # also ends the walk if damaged records form a cycle
+            path.append(at)
+            at = parents[at]
+        depth = -1.0 if at is None else depths.get(at, math.inf)
+        for each in reversed(path):
+            depth += 1
+            depths[each] = depth
+    kept: list[_Summary] = []
+    surplus: list[PageKey] = []
+    for record in sorted(records, key=lambda each: depths[each[0]]):
+        room -= record[2]
+        if room < 0:
+            surplus.append(record[0])
+        else:
+            kept.append(record)
+    return iter(kept), surplus

@@ -1,19 +1,21 @@
-"""Keys of erased pages that LMDB could not delete yet, in a file of fixed size that is overwritten in place.
+"""Tombstones: keys of erased pages whose records LMDB could not delete yet, in a file of fixed size.
 
-LMDB needs free blocks to delete a record. On a disk that is full or refuses writes, the keys go into this file instead.
-Its blocks were allocated and written when it was made, so overwriting them needs no space. The next opening deletes
-what the file names before anything can be read.
+LMDB needs free blocks to delete a record. On a disk that is full or refuses writes, the keys are written to
+this file instead. Its blocks were allocated and written when the file was created, so overwriting them needs
+no disk space. The next open deletes the records that the file names before anything can be read.
 
-The file is a Bloom filter (Bloom 1970), partitioned by hash function: a key sets one bit in each of four blocks. It
-never fills up: the more keys it holds, the more other records are dropped with them (1,000 keys: fewer than 1 of
-1,000,000 records; 10,000: 1 of 200; 30,000: 1 of 8). A cache may lose a page, but must not bring an erased one back.
+The file is a Bloom filter (Bloom 1970), partitioned by hash function: a key sets one bit in each of four
+blocks. It never fills up, but the more keys it contains, the more other records match it and are deleted too:
+with 1,000 keys, fewer than 1 of 1,000,000 other records; with 10,000 keys, 1 of 200; with 30,000 keys, 1 of 8.
+A cache may lose a page, but must not bring an erased one back.
 
-Each block has an epoch and a checksum. LMDB's ``meta`` tree stores the last epoch whose keys are all deleted, in the
-same transaction as the deletions, so the file need not be cleared. A block that fails its checksum, or is older than
-another one, counts as all ones.
+Each block has a checksum and an epoch, the number of the current set of keys. A new set begins once LMDB has
+deleted the records of the previous one. LMDB's ``meta`` tree stores the epoch of the last set that was deleted
+in full, so the file need not be cleared. A block that fails its checksum, or is older than another one, counts
+as all ones.
 
-A file system that never overwrites in place (btrfs, ZFS) may refuse the write when full; then the keys stay in memory,
-and ``flush`` reports them.
+A file system that never overwrites in place (btrfs, ZFS) may refuse the write when it is full. The keys then
+stay in memory, and ``flush`` reports them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tierstore.nvme.directory_layout import TOMBSTONES_FILE, move_aside, odd_kin
 _log = logging.getLogger(__name__)
 
 RETIRED_KEY = b"erased"
-"""Key in LMDB's ``meta`` tree of the last epoch whose keys are all deleted, as ``stamp`` encodes it."""
+"""Key in LMDB's ``meta`` tree. Its value is the last epoch whose records have all been deleted (see ``stamp``)."""
 
 _BLOCK = 4096
 _NUM_BLOCKS = 4
@@ -47,25 +49,28 @@ _WRITE = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Tombstones:
-    """The file of one sub-directory. ``record`` and ``retire`` are for the writer's thread or the opening one."""
+    """The tombstone file of one sub-directory.
+
+    Only the writer's thread, or the thread that opens the tier, may call ``record`` and ``retire``.
+    """
 
     live: bool
-    """Whether the file may name keys that LMDB has not deleted; ``in`` tells which."""
+    """Whether the file may name keys whose records LMDB has not deleted. Use ``in`` to test a single key."""
 
     epoch: int
-    """The epoch that LMDB must store once all these keys are deleted."""
+    """The epoch that LMDB must store once the records of all recorded keys are deleted."""
 
     def __init__(self, directory: Path, retired: int, *, writable: bool = True) -> None:
         """Read the file.
 
-        A missing file names nothing: the directory is new, or older than this file. Anything else in its place that
-        cannot be read names every key.
+        A missing file names no key: the directory is new, or was filled by a version without tombstones. If the
+        file is unreadable or not a regular file, every key counts as named.
 
         Args:
             directory: The sub-directory.
-            retired: The last epoch whose keys are all deleted.
-            writable: Keep the directory open until ``close``, so that nothing is written to another directory that
-                takes its place.
+            retired: The last epoch whose records have all been deleted, as stored in LMDB.
+            writable: Whether to keep the directory open until ``close``, so that nothing is written to
+                another directory that takes its place.
 
         Raises:
             OSError: The file cannot be read.
@@ -78,7 +83,8 @@ class Tombstones:
         found = [_read(raw[at : at + _BLOCK]) for at in range(0, _NUM_BLOCKS * _BLOCK, _BLOCK)]
         epochs = [block[0] for block in found if block is not None]
         self.epoch = max([retired, *epochs])
-        # A synced record has its epoch in all four blocks, so an older block shows that there is none.
+        # A completed write has put its epoch into all four blocks. If a block is older, the last write was not
+        # completed.
         self.live = not missing and all(epoch > retired for epoch in epochs)
         self._whole = len(epochs) == _NUM_BLOCKS
         self._bits = [
@@ -95,16 +101,18 @@ class Tombstones:
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key was recorded. Occasionally True for another key."""
+        """Return whether the key was recorded. Occasionally True for a key that was not."""
         return isinstance(key, bytes) and all(
             bits[at >> 3] >> (at & 7) & 1 for bits, at in zip(self._bits, _places(key), strict=True)
         )
 
     def prepare(self) -> None:
-        """Create the file while there is disk space, or repair it, and open it. Do not call while ``live``.
+        """Create or repair the file while there is disk space, and open it.
+
+        Must not be called while ``live``.
 
         Raises:
-            OSError: It cannot be created or opened.
+            OSError: The file cannot be created or opened.
         """
         if self._fd >= 0 and self._whole:
             return
@@ -116,7 +124,10 @@ class Tombstones:
             self._make()
 
     def _opens(self) -> bool:
-        """Open the file for writing. Returns whether that is possible; raises OSError for unexpected reasons."""
+        """Open the file for writing.
+
+        Return False if permissions forbid that; raise OSError on any other failure.
+        """
         if self._fd < 0:
             try:
                 self._fd = os.open(TOMBSTONES_FILE, _WRITE, dir_fd=self._directory_fd)
@@ -125,7 +136,7 @@ class Tombstones:
         return True
 
     def _make(self) -> None:
-        """Create the complete file, in the place of anything unusable that has its name."""
+        """Create the file, replacing anything else that has its name. A directory is renamed, not deleted."""
         if odd_kind(self._path) == "a directory":
             move_aside(self._path)
         part, where = TOMBSTONES_FILE + ".new", self._directory_fd
@@ -143,7 +154,10 @@ class Tombstones:
         self._there = self._whole = True
 
     def record(self, keys: Iterable[bytes]) -> None:
-        """Add keys durably. After an OSError some may be recorded, and all must be passed again."""
+        """Add keys durably.
+
+        After an OSError, some keys may have been recorded, and the caller must pass all of them again.
+        """
         if not self.live:
             self.prepare()
             self.live = True
@@ -155,12 +169,13 @@ class Tombstones:
         self._overwrite()
 
     def retire(self) -> None:
-        """Note that LMDB has deleted all recorded keys and has durably stored ``epoch``."""
+        """Record that LMDB has durably deleted the records of all recorded keys and stored ``epoch``."""
         self.live = False
 
     def close(self) -> None:
-        """Close the file. No call may follow."""
-        for fd in (self._fd, self._directory_fd):
+        """Close the file. Idempotent. No other method may be called afterwards."""
+        open_now, self._fd, self._directory_fd = (self._fd, self._directory_fd), -1, -1
+        for fd in open_now:
             if fd >= 0:
                 os.close(fd)
 
@@ -185,14 +200,14 @@ def stamp(epoch: int) -> bytes:
 
 
 def retired(raw: bytes | None) -> int:
-    """Decode a stamp. 0, which puts every tombstone in force, if it is missing or damaged."""
+    """Decode a stamp. Return 0 if it is missing or damaged, so that every tombstone counts."""
     if raw is None or xxh3_64_digest(raw[:8]) != raw[8:]:
         return 0
     return int.from_bytes(raw[:8], "little")
 
 
 def _contents(path: Path) -> bytes | None:
-    """Return the file's bytes, b"" if it may not be read, None if it is missing."""
+    """Return the file's bytes, b"" if permissions forbid reading it, or None if it is missing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -206,7 +221,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _places(key: bytes) -> tuple[int, ...]:
-    """Return the key's bit in each block."""
+    """Return the position of the key's bit in each block."""
     words: tuple[int, ...] = _WORDS.unpack(xxh3_128_digest(key))
     return tuple(word % _NUM_BITS for word in words)
 
@@ -217,7 +232,7 @@ def _block(epoch: int, bits: bytearray) -> bytes:
 
 
 def _read(raw: bytes) -> tuple[int, bytes] | None:
-    """Return epoch and bits of a block, or None if it is damaged."""
+    """Return the epoch and bits of a block, or None if it is damaged."""
     body = raw[: _BLOCK - _SUM_NBYTES]
     if len(raw) < _BLOCK or xxh3_128_digest(body) != raw[len(body) :]:
         return None

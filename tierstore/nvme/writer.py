@@ -1,4 +1,4 @@
-"""The writer thread: its queue, group commit with erases first, and a disk that refuses writes or hangs."""
+"""The writer thread: its queue, group commit, and handling of a disk that refuses writes or hangs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from tierstore.nvme.directory_layout import FULL
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import STALE
 from tierstore.nvme.read_only_state import Refusal
+from tierstore.threads import Worker
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
 
 @dataclass(slots=True)
 class EraseWork:
-    """Keys whose records are to be removed, in order."""
+    """Keys whose records are to be erased, in order."""
 
     keys: dict[PageKey, None]
 
 
 @dataclass(slots=True)
 class SyncWork:
-    """A mark in the queue. ``done`` is set when everything before it is settled.
+    """A mark in the queue. ``done`` is set once all work queued before it has succeeded or failed.
 
-    ``synced`` is True if every write before it that succeeded is durable, ``ok`` if every erase before it is
-    durable as well.
+    ``synced`` is True if all successful writes queued before the mark are durable. ``ok`` is True if all erases
+    queued before it are durable as well.
     """
 
     done: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +49,7 @@ class SyncWork:
 
 @dataclass(slots=True)
 class Batch:
-    """The work of one transaction: first ``erases``, then ``writes`` (job, index of its page), then ``sync``."""
+    """The work of one transaction: first ``erases``, then ``writes`` (job, page index), then ``sync``."""
 
     erases: list[PageKey] = field(default_factory=list)
     writes: list[tuple[Job, int]] = field(default_factory=list)
@@ -58,12 +59,12 @@ class Batch:
 class WorkQueue:
     """A queue in which erases may overtake writes, but work on the same key stays in order.
 
-    Not thread-safe: guarded by the writer's lock.
+    Not thread-safe: protected by the writer's lock.
     """
 
     def __init__(self, batch_pages: int) -> None:
         self.batch_pages = batch_pages
-        """Largest number of pages in the next batch."""
+        """Maximum number of pages in the next batch."""
         self._items: deque[Job | EraseWork | SyncWork] = deque()
 
     def __bool__(self) -> bool:
@@ -77,7 +78,7 @@ class WorkQueue:
     def add(self, item: Job | EraseWork | SyncWork) -> None:
         """Append an item.
 
-        Adjacent erases are merged, so the length of a stalled queue is bounded by the number of pages.
+        Adjacent erases are merged, so that the length of a stalled queue is bounded by the number of pages.
         """
         last = self._items[-1] if self._items else None
         if isinstance(item, EraseWork) and isinstance(last, EraseWork):
@@ -86,15 +87,15 @@ class WorkQueue:
             self._items.append(item)
 
     def take_jobs(self) -> list[Job]:
-        """Remove and return all queued writes, including those that are partly done."""
+        """Remove and return all queued writes, including those that are partly finished."""
         jobs = [item for item in self._items if isinstance(item, Job)]
         self._items = deque(item for item in self._items if not isinstance(item, Job))
         return jobs
 
     def take(self) -> Batch:
-        """Return the next batch: at most ``batch_pages`` pages and one sync mark.
+        """Remove and return the next batch, with at most ``batch_pages`` pages and one sync mark.
 
-        An erase moves ahead of queued writes of other keys, never ahead of a write of its own key.
+        An erase moves ahead of queued writes of other keys, but never ahead of a write of its own key.
         """
         batch = Batch()
         written: set[PageKey] = set()
@@ -112,7 +113,10 @@ class WorkQueue:
         return batch
 
     def take_erases(self, written: set[PageKey]) -> list[PageKey]:
-        """Remove and return queued erases whose keys are neither in ``written`` nor in a write queued before them."""
+        """Remove queued erases that may run before the writes of the keys in ``written``. Return their keys.
+
+        An erase stays in the queue if one of its keys is in ``written`` or in a write queued before it.
+        """
         taken: list[PageKey] = []
         kept: deque[Job | EraseWork | SyncWork] = deque()
         blocked = set(written)
@@ -127,7 +131,7 @@ class WorkQueue:
         return taken
 
     def _take_pages(self, job: Job, batch: Batch, written: set[PageKey]) -> bool:
-        """Move pages of ``job`` into ``batch``. Returns whether no page of the job is left in the queue."""
+        """Move pages of ``job`` into ``batch``. Return whether the job has no more pages in the queue."""
         room = self.batch_pages - len(batch.writes)
         end = min(len(job.pages), job.next + room)
         batch.writes.extend((job, index) for index in range(job.next, end))
@@ -143,11 +147,11 @@ _Result = TypeVar("_Result")
 _ROOM_PATIENCE_S = 2.0
 
 _LONG_S = 2.0
-"""A batch that takes longer is slow: the next ones are then smaller, so that a slow disk shows progress."""
+"""Seconds after which a batch counts as slow. The next batches are then smaller, so that progress shows."""
 
 
 class Writer:
-    """A daemon thread that owns every write transaction. Its public methods are thread-safe."""
+    """A daemon thread that runs every write transaction. Its public methods are thread-safe."""
 
     def __init__(
         self,
@@ -158,18 +162,18 @@ class Writer:
         *,
         shortage: str | None = None,
     ) -> None:
-        """Start the thread. It first deletes the records that ``catalogue`` could not delete at opening.
+        """Start the thread. It first deletes the records that ``catalogue`` could not delete when it was opened.
 
-        ``shortage`` is the reason why the disk had no space when the directory was opened, else None. Writes
-        are refused at first if there was such a reason, or if records are still to be deleted.
+        ``shortage`` is the reason why the disk had no space when the directory was opened, or None. Writes
+        are refused at first if there is such a reason, or if records are still to be deleted.
         """
         self._catalogue = catalogue
         self._outbox = outbox
         self._sizing = sizing
         self._timeout_s = timeout_s
         self.room_patience_s = min(_ROOM_PATIENCE_S, timeout_s / 2)
-        """Longest time that a batch waits for read transactions that keep LMDB's map full."""
-        self._since: float | None = None  # when the batch in progress began
+        """Maximum time in seconds that a batch waits for read transactions that keep LMDB's map full."""
+        self._since: float | None = None  # start time of the batch in progress
         self._hanging = False
         self._stalled = False  # a flush stopped waiting for the batch in progress
         self._done = 0  # number of committed transactions
@@ -191,13 +195,14 @@ class Writer:
             shortage = "erased pages could not be deleted when the directory was opened"
         if shortage is not None:
             self.refusal.begin(shortage, Failure.NO_SPACE)
-        self._thread = threading.Thread(target=self._run, name="tierstore-nvme-write", daemon=True)
+        self._thread = Worker(self._run, name="tierstore-nvme-write")
         self._thread.start()
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         """Queue a write. Never blocks.
 
-        It fails as CLOSED after ``close``, and as UNAVAILABLE while the writer hangs.
+        The write fails as CLOSED after ``close``, and as UNAVAILABLE while the writer hangs. In the latter case,
+        older records of the same keys are queued for removal.
         """
         if pages and self._hanging:
             self._add(EraseWork(dict.fromkeys(transfer.keys)))
@@ -213,44 +218,47 @@ class Writer:
 
     @property
     def hanging(self) -> bool:
-        """Whether the batch in progress has exceeded the time limit."""
+        """Whether the batch in progress has exceeded ``timeout_s``."""
         return self._hanging
 
     @property
     def stalled(self) -> bool:
-        """Whether the batch in progress hangs, or a caller stopped waiting for it."""
+        """Whether the batch in progress is hanging, or a caller has stopped waiting for it."""
         return self._hanging or self._stalled
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing is written now: the disk refuses writes, or the batch in progress is stalled."""
+        """Whether writes have stopped because the disk refuses them or the batch in progress is stalled."""
         return self.stalled or self.refusal.active
 
     @property
     def pending_erases(self) -> int:
-        """Number of erases that are not durable yet: a restart now could bring their records back."""
+        """Number of erases that are not durable yet. If the process restarted now, their records could come back."""
         with self._changed:
             return self._queue.num_erases + len(self._unrecorded)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A value that changes with every commit, and with every disk write that ends within a batch."""
+        """A value that changes with every commit, and with every disk write that completes within a batch."""
         return self._done, _written_nbytes(self._thread.native_id)
 
     def give_up_waiting(self) -> None:
-        """Report that a caller stopped waiting for the batch in progress: ``stalled`` until it ends."""
+        """Report that a caller stopped waiting for the batch in progress.
+
+        ``stalled`` is then True until the batch finishes. No effect if no batch is in progress.
+        """
         with self._changed:
             if self._since is None or self._stalled:
                 return
             told, self._stalled = self._hanging, True
         if not told:
-            _log.warning("the NVMe tier is read-only until the disk answers: a write does not end")
+            _log.warning("the NVMe tier is read-only until the disk answers: a write hangs")
 
     def look(self, now: float) -> None:
-        """Detect a batch that exceeds the time limit. Call this periodically with time.monotonic().
+        """Detect a batch that exceeds ``timeout_s``. Call this periodically with time.monotonic().
 
-        Queued pages that no batch has taken then fail as UNAVAILABLE. Memory still holds those pages, and no
-        caller should wait for the disk.
+        Queued pages that no batch has taken then fail as UNAVAILABLE, because memory still contains them and
+        no caller should wait for the disk. Older records of these pages are queued for removal.
         """
         with self._changed:
             hangs = self._since is not None and now - self._since >= self._timeout_s
@@ -260,7 +268,7 @@ class Writer:
             acks = [ack for job in self._queue.take_jobs() if (ack := self._give_up(job))]
         if not told:
             _log.warning(
-                "the NVMe tier is read-only until the disk answers: a write has not ended for %g s",
+                "the NVMe tier is read-only until the disk answers: a write has not completed for %g s",
                 self._timeout_s,
             )
         for ack in acks:
@@ -269,7 +277,7 @@ class Writer:
     def begin_sync(self) -> SyncWork:
         """Queue a mark behind everything queued so far and return it.
 
-        After ``close`` the mark is done at once, with ``synced`` and ``ok`` False.
+        After ``close``, the mark is already done, with ``synced`` and ``ok`` False.
         """
         mark = SyncWork()
         if not self._add(mark):
@@ -277,27 +285,28 @@ class Writer:
         return mark
 
     def sync(self, timeout_s: float) -> bool:
-        """Wait until everything queued before is settled. Returns whether what succeeded is durable.
+        """Wait until all work queued so far has succeeded or failed, and is durable if it succeeded.
 
-        False after a timeout, or if the disk cannot make an erase durable.
+        Returns:
+            False on a timeout, or if the disk refuses to sync or cannot make an erase durable.
         """
         mark = self.begin_sync()
         return mark.done.wait(timeout_s) and mark.ok
 
     def close(self) -> None:
-        """Let the thread end once the queue is empty."""
+        """Accept no more work, and let the thread exit once the queue is empty. Does not wait."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Let the thread end without further writes: pages that no batch is writing yet fail as CLOSED."""
+        """Let the thread exit without further writes. Queued pages fail as CLOSED. Does not wait."""
         with self._changed:
             self._closing = self._abandoned = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread. Returns whether it has ended."""
+        """Wait for the thread. Return whether it has exited."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -314,7 +323,7 @@ class Writer:
             outcomes: Sequence[Outcome]
             try:
                 outcomes = self._serve(batch)
-            except Exception:  # noqa: BLE001  the thread's top: the batch fails, the thread goes on
+            except Exception:  # noqa: BLE001  top level of the thread: the batch fails, the thread continues
                 _log.exception("a batch of %d pages failed", len(batch.writes))
                 self._doubt(batch.writes)
                 outcomes = [Failure.IO_ERROR] * len(batch.writes)
@@ -323,7 +332,7 @@ class Writer:
         self._end()
 
     def _end(self) -> None:
-        """Delete the records in ``_owed`` before the thread ends. Name those that remain in tombstones."""
+        """Delete the records in ``_owed`` before the thread exits. Write tombstones for those that remain."""
         try:
             if not self._abandoned:
                 self._erase_owed()
@@ -337,7 +346,7 @@ class Writer:
             )
 
     def _rest(self) -> None:
-        """Note the end of a batch, and choose the size of the next one by the time that this one took."""
+        """Record the end of a batch, and choose the size of the next one from the duration of this one."""
         with self._changed:
             assert self._since is not None
             took, limit = time.monotonic() - self._since, self._queue.batch_pages
@@ -350,12 +359,12 @@ class Writer:
             self._hanging = self._stalled = False
             self._since = None
         if hung:
-            _log.info("the NVMe tier takes writes again")
+            _log.info("the NVMe tier accepts writes again")
 
     def _give_up(self, job: Job) -> Ack | None:
-        """Fail the pages of ``job`` that no batch has taken. Returns the ack if it is due.
+        """Fail the pages of ``job`` that no batch has taken. Return the ack if it is due.
 
-        The caller holds the lock.
+        Older records of these pages are queued for removal. The caller must hold the lock.
         """
         left = range(job.next, len(job.pages))
         job.next = len(job.pages)
@@ -365,7 +374,7 @@ class Writer:
         return job.ack() if any(due) else None
 
     def _next(self) -> Batch | None:
-        """Wait for work and return the next batch; None once the writer is closed and the queue is empty.
+        """Wait for work and return the next batch, or None once the writer is closed and the queue is empty.
 
         An empty batch means that it is time to check whether the disk accepts writes again.
         """
@@ -382,7 +391,7 @@ class Writer:
             return batch
 
     def _serve(self, batch: Batch) -> Sequence[Outcome]:
-        """Process a batch. Returns the outcome of each page of ``batch.writes``."""
+        """Process a batch. Return the outcome of each page in ``batch.writes``."""
         if self._abandoned:
             self._record_owed()
             return [Failure.CLOSED] * len(batch.writes)
@@ -420,15 +429,15 @@ class Writer:
         return [failure] * len(batch.writes)
 
     def _reopen(self, error: lmdb.Error | OSError) -> None:
-        """Reopen the environment after ``error``, which only reopening cures.
+        """Reopen the environment, because nothing else can clear ``error``.
 
-        Raises lmdb.Error or OSError if that fails.
+        Raises lmdb.Error or OSError if reopening fails.
         """
         self._catalogue.reopen()
         self._outbox.count("reopened")
         level = logging.DEBUG if self._told_reopened else logging.WARNING
         self._told_reopened = True
-        _log.log(level, "the catalogue of the NVMe tier was closed and opened anew after an error: %s", error)
+        _log.log(level, "the catalogue of the NVMe tier was closed and reopened after an error: %s", error)
 
     def _write(self, writes: list[tuple[Job, int]]) -> Sequence[Outcome]:
         room = self._catalogue.room()
@@ -453,9 +462,10 @@ class Writer:
         return [Failure.NO_SPACE if size is None else size for size in sizes]
 
     def _store(self, pages: list[Page]) -> list[int | None]:
-        """Write the pages. Make space and retry those that were not stored for lack of it.
+        """Write the pages. If space is lacking, make space and retry the pages that were not stored.
 
-        Returns the bytes on disk of each page, or None for a page that was not stored.
+        Returns:
+            The size of each page on disk in bytes, or None for a page that was not stored.
         """
         sizes = self._attempt(pages)
         for make_room in (self._make_room, self._catalogue.make_places):
@@ -478,10 +488,12 @@ class Writer:
         return sizes
 
     def _until_room(self, act: Callable[[], _Result]) -> _Result | None:
-        """Retry ``act``, for which LMDB's map was full, while older read transactions hold LMDB's pages.
+        """Retry ``act``, which found LMDB's map full, while older read transactions keep pages in use.
 
-        Returns the result of ``act``, or None if there is still no space. If the read transactions have not
-        ended after ``room_patience_s``, writes are refused from then on.
+        If a read transaction is still open after ``room_patience_s``, the tier becomes read-only for a time.
+
+        Returns:
+            The result of ``act``, or None if there is still no space.
         """
         holding = self._catalogue.readers()
         deadline = time.monotonic() + self.room_patience_s
@@ -507,7 +519,7 @@ class Writer:
     def _check_room(self) -> None:
         """Check whether there is space again, if writes are refused for lack of it.
 
-        Raises lmdb.Error or OSError if there is none.
+        Raises lmdb.Error or OSError if the disk or LMDB's map is still full.
         """
         if self.refusal.failure is not Failure.NO_SPACE:
             return
@@ -520,7 +532,7 @@ class Writer:
         """Return an error that names the processes whose read transactions keep LMDB's map full."""
         who = ", ".join(str(pid) for pid in sorted({pid for pid, _, _ in holding}))
         return lmdb.MapFullError(
-            f"LMDB's map is full, and read transactions of process {who} keep it from using freed pages again"
+            f"LMDB's map is full: open read transactions of process {who} keep LMDB from reusing freed pages"
         )
 
     def _make_room(self, pages: list[Page]) -> bool:
@@ -531,22 +543,22 @@ class Writer:
         return True
 
     def _erase_ahead(self, written: set[PageKey]) -> None:
-        """Do queued erases of other keys now, to make space for writes of the keys in ``written``."""
+        """Run queued erases of other keys now, to make space for writes of the keys in ``written``."""
         with self._changed:
             self._owe(self._queue.take_erases(written))
         self._erase_owed()
 
     def _owe(self, keys: Iterable[PageKey]) -> None:
-        """Note that these records must be deleted and have no tombstone yet. The caller holds the lock."""
+        """Record that these records must be deleted and have no tombstone yet. The caller holds the lock."""
         for key in keys:
             self._owed[key] = None
             self._unrecorded.add(key)
 
     def _erase_owed(self) -> None:
-        """Delete all records in ``_owed``, ``erase_keys`` per transaction.
+        """Delete all records in ``_owed``, ``erase_keys`` per transaction, and retire the tombstones.
 
-        After an error, the next call deletes the rest. No write may follow while tombstones are in force: a
-        tombstone would count a new record of its key as erased.
+        After an error, the next call deletes the rest. No page may be written while tombstones are live,
+        because a tombstone would count a new record of its key as erased.
         """
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
@@ -568,7 +580,7 @@ class Writer:
         return True
 
     def _record_owed(self) -> None:
-        """Write tombstones for records that could not be deleted: a restart must not bring them back."""
+        """Write tombstones for records that could not be deleted, so that no restart brings them back."""
         self._forget_absent()
         if not self._unrecorded:
             return
@@ -579,7 +591,7 @@ class Writer:
             self._told_unrecorded = True
             _log.log(
                 level,
-                "%d erases cannot be made durable, and are kept in memory until the disk takes them: %s",
+                "%d erases cannot be made durable, and are kept in memory until the disk accepts them: %s",
                 len(self._unrecorded),
                 error,
             )
@@ -589,10 +601,10 @@ class Writer:
             self._unrecorded.clear()
 
     def _forget_absent(self) -> None:
-        """Drop keys without a record from ``_unrecorded``: they need no tombstone.
+        """Drop keys without a record from ``_unrecorded``, because they need no tombstone.
 
-        Refused writes leave such keys, and on a full disk their number grows by the hour. Each tombstone may
-        also match other keys, whose records the next opening would then delete.
+        Refused writes leave such keys behind, and on a full disk their number keeps growing. Needless
+        tombstones do harm: each may also match other keys, whose records the next open would then delete.
         """
         absent = [key for key in self._unrecorded if not self._has(key)]
         with self._changed:
@@ -608,12 +620,12 @@ class Writer:
             self._owe(job.transfer.keys[index] for job, index in writes)
 
     def _replaces(self, write: tuple[Job, int]) -> bool:
-        """Return whether the page of a write that stored nothing still has an older record."""
+        """Return whether the page that ``write`` failed to store has an older record."""
         job, index = write
         return self._has(job.transfer.keys[index])
 
     def _has(self, key: PageKey) -> bool:
-        """Return whether the page has a record; True if that cannot be determined."""
+        """Return whether the page has a record, or True if that cannot be determined."""
         try:
             return self._catalogue.has(key)
         except lmdb.Error:
@@ -651,9 +663,9 @@ class Writer:
 
 
 class NoWriter:
-    """The writer of a tier that was opened read-only. It fails writes and deletes no records from the disk.
+    """The writer of a tier that was opened read-only. Thread-safe.
 
-    May be used from any thread.
+    It fails all writes and deletes no records from the disk.
     """
 
     read_only = stalled = hanging = False
@@ -669,43 +681,46 @@ class NoWriter:
         self._outbox.add_quietly(failed(transfer, Failure.UNAVAILABLE))
 
     def submit_erase(self, keys: Sequence[PageKey]) -> None:
-        """Count these pages as erased. A restart brings them back."""
+        """Count these pages as erased. Their records stay on disk, so a restart brings the pages back."""
         self._erased.update(keys)
 
     @property
     def pending_erases(self) -> int:
-        """Number of erased pages. Their records are still on disk."""
+        """Number of pages that were erased. The records of all of them are still on disk."""
         return len(self._erased)
 
     def begin_sync(self) -> SyncWork:
-        """Return a mark that is done. Its ``ok`` is False if pages were erased, since no erase is durable."""
+        """Return a sync that has already completed.
+
+        Its ``ok`` is False if pages were erased, because no erase is durable.
+        """
         mark = SyncWork(synced=True, ok=not self._erased)
         mark.done.set()
         return mark
 
     def sync(self, timeout_s: float) -> bool:
-        """Return whether no pages were erased, since no erase is durable."""
+        """Return False if any page was erased, because erases are never durable here. Does not wait."""
         return not self._erased
 
     def look(self, now: float) -> None:
         """Do nothing: no write can hang."""
 
     def give_up_waiting(self) -> None:
-        """Do nothing: there is no batch to wait for."""
+        """Do nothing: no caller waits for a batch."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing: a read-only tier has no writer thread."""
 
     def abandon(self) -> None:
-        """Do nothing: there is no queue."""
+        """Do nothing: a read-only tier queues no writes."""
 
     def join(self, timeout_s: float) -> bool:
-        """Return True: there is no thread."""
+        """Return True, because a read-only tier has no writer thread."""
         return True
 
 
 def _written_nbytes(thread: int | None) -> int:
-    """Return the bytes that a thread has written in completed system calls, as the kernel counts them; 0 if unknown."""
+    """Return the bytes that a thread has written in completed system calls, or 0 if unknown."""
     try:
         for line in Path(f"/proc/self/task/{thread}/io").read_text().splitlines():
             if line.startswith("wchar:"):

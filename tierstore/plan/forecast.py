@@ -1,7 +1,7 @@
-"""The plan for one model: pages and documents in each tier, and the times of restoring and of recomputing.
+"""The plan for one model: pages and documents per tier, and the times to restore and to recompute documents.
 
-Numbers of pages, and reasons to refuse a configuration, come from the functions that open a store. Times come from
-the rates that ``measure`` takes on this machine.
+The functions that count pages and reject configurations are the ones that run when a store is opened. Times are
+computed from the rates that ``measure`` finds on this machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from tierstore.build import check_memory, check_sections, held_form, owns_hbm, slots_of
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.host_format import HostFormat
-from tierstore.config import format_size
 from tierstore.errors import ConfigError
 from tierstore.nvme.disk_space import EXTENTS_FROM, size_extents
 from tierstore.nvme.disk_space import size as size_lmdb
 from tierstore.page import PageLayout
-from tierstore.plan.measure import Rate, copy_rate, matmul_rate, read_rate
-from tierstore.types import Tier
+from tierstore.plan.measure import Rate, copy_rate, found_card, matmul_rate, read_rate
+from tierstore.types import Tier, exact_size, format_size
 
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig
@@ -31,10 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """``capacity`` in bytes from the configuration, and ``pages``: both None if an engine brings its own memory.
+    """The size of one tier.
 
-    ``pages`` is 0 if not one fits. ``page_nbytes`` is what one page takes of the capacity, with record and
-    catalogue.
+    ``capacity`` is in bytes, from the configuration. ``pages`` is the number of pages that fit, possibly 0. Both
+    are None for HBM that an engine provides. ``page_nbytes`` is the part of the capacity that one page takes; on
+    disk it includes the page's record head and catalogue entry.
     """
 
     tier: Tier
@@ -47,21 +47,23 @@ class TierSize:
 class Sizes:
     """Sizes of all tiers.
 
-    ``refused`` lists sizes, devices, memory and disk for which opening would fail on this machine.
-
-    The store's directory is not opened: a plan does not depend on who created it or uses it.
+    ``refused`` contains the reasons why a store with this configuration could not be opened on this machine:
+    sizes, devices, memory or disk space. The contents of the store's directory are not considered.
     """
 
     tiers: tuple[TierSize, ...]
     refused: tuple[str, ...]
 
     def of(self, tier: Tier) -> TierSize | None:
-        """Return the size of a tier, or None if the configuration does not have it."""
+        """Return the size of a tier, or None if the configuration does not have this tier."""
         return next((found for found in self.tiers if found.tier == tier), None)
 
 
 def sizes(config: StoreConfig, layout: PageLayout) -> Sizes:
-    """Return the size of every tier. Opens and changes nothing; looks at free memory and disk."""
+    """Return the size of every tier, and the reasons why the store could not be opened on this machine.
+
+    Free memory and free disk space are checked. Nothing is opened or changed.
+    """
     refused: list[str] = []
     with _noted(refused):
         check_sections(config, layout)
@@ -70,7 +72,7 @@ def sizes(config: StoreConfig, layout: PageLayout) -> Sizes:
 
 
 def nearest_directory(path: Path) -> Path:
-    """Return ``path``, or the deepest of its parents that exists."""
+    """Return ``path`` if it exists, else its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
@@ -105,14 +107,14 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        # With auto: as many as fit in every layout that the disk's speed may choose.
+        # With "auto", an existing directory keeps its layout, whichever it is. Count the pages that fit in both.
         payload, sizings = config.nvme.payload, []
         if payload != "extents":
             sizings.append(size_lmdb(capacity, layout.blob_nbytes, codec=config.codec))
         if payload == "extents" or (payload == "auto" and capacity >= EXTENTS_FROM):
             sizings.append(size_extents(capacity, layout.blob_nbytes, codec=config.codec))
         sizing = min(sizings, key=lambda each: each.budget_nbytes // each.record_nbytes)
-        fixed = fixed_nbytes(config.codec, layout)  # None: as many pages as fit, however badly they compress
+        fixed = fixed_nbytes(config.codec, layout)  # None: sizes vary, so assume that pages do not shrink
         record = sizing.record_nbytes if fixed is None else sizing.cost(fixed)
         pages = sizing.budget_nbytes // record
     yield TierSize(Tier.NVME, capacity, pages, record)
@@ -121,13 +123,13 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
     free = disk.f_bavail * disk.f_frsize
     if capacity > free and not config.nvme.read_only:
         refused.append(
-            f"nvme.capacity must be at most {free}, what is free at {place} besides the store's own files, got "
-            f"{capacity} bytes"
+            f"nvme.capacity must be at most {exact_size(free)}, the free space at {place} (space that an existing "
+            f"store already uses is not counted as free), got {exact_size(capacity)}"
         )
 
 
 PAGE_SIZE = 64
-"""Tokens per page if neither the configuration nor the caller says."""
+"""Number of tokens per page if neither the caller nor the configuration sets a page size."""
 
 _COMPUTED = ("float64", "float32", "bfloat16", "float16")
 
@@ -136,9 +138,9 @@ _COMPUTED = ("float64", "float32", "bfloat16", "float16")
 class Rates:
     """Rates of this machine.
 
-    ``copy`` (HOST -> HBM) and ``read`` (the disk) are in bytes/s; ``read`` is None without NVMe.
-
-    ``prefill`` is in tokens/s or operations/s, as ``per_token`` says.
+    ``copy`` is the rate of copies from host memory to HBM, and ``read`` the rate of reads from disk, both in
+    bytes/s. ``read`` is None if the configuration has no NVME tier. ``prefill`` is in tokens/s if ``per_token`` is
+    true, else in floating-point operations per second.
     """
 
     copy: Rate
@@ -149,10 +151,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """One document length in one tier. ``documents`` is how many fit, None if the tier's size is the engine's.
+    """How many documents of one length fit into a tier, and how long it takes to restore one from there.
 
-    ``seconds`` is the time until one is in HBM, None if it does not fit or a rate is missing. ``sooner`` is the
-    speed-up over recomputing it.
+    ``documents`` is the number of documents that fit, or None if the tier's size is unknown or a document has
+    no full page. ``seconds`` is the time to restore a document to HBM, or None if it does not fit or a rate is
+    unknown. ``sooner`` is the time to recompute the document divided by ``seconds``, or None if either is unknown.
     """
 
     tier: str
@@ -163,7 +166,12 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """``pages`` counts full pages, which are stored. ``recompute_s`` is None if it cannot be predicted."""
+    """The plan for documents of one length.
+
+    ``pages`` is the number of full pages of a document; only these are stored. ``nbytes`` is their size in bytes.
+    ``recompute_s`` is the time to recompute a document in seconds, or None if the prefill rate is unknown.
+    ``tiers`` has an entry for each tier.
+    """
 
     tokens: int
     pages: int
@@ -174,7 +182,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``refused``: why this machine could not open the configuration. ``warnings``: what opens, but will disappoint."""
+    """The plan for one model and configuration on this machine.
+
+    ``sizes.refused`` lists the reasons why a store with this configuration could not be opened on this machine.
+    ``warnings`` lists problems that do not prevent a store from being opened.
+    """
 
     geometry: Geometry
     layout: PageLayout
@@ -184,7 +196,10 @@ class Plan:
     warnings: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
-        """Return the plan for JSON: bytes, tokens and seconds; null for unknown values."""
+        """Return the plan as JSON-serializable data. Sizes are in bytes and times in seconds.
+
+        Unknown values are None.
+        """
         model, layout, rates = self.geometry, self.layout, self.rates
         return {
             "model": {
@@ -216,10 +231,24 @@ class Plan:
 def page_layout(
     config: StoreConfig, model: Geometry, page_size: int | None, dtype: str | None
 ) -> tuple[StoreConfig, PageLayout]:
-    """Return the pages, and the configuration with ``page_size`` replaced if given. ConfigError for the dtype."""
+    """Determine the page size. Return the configuration with this page size, and the layout of the model's pages.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        page_size: Number of tokens per page. None means the page size of the configuration, or PAGE_SIZE if
+            that has none.
+        dtype: The dtype of the pages. None means the model's own dtype.
+
+    Raises:
+        ConfigError: The dtype is not supported.
+    """
     tokens = page_size or config.page_size or PAGE_SIZE
     layout = PageLayout.of(model.specs(tokens, dtype))
     return config.model_copy(update={"page_size": tokens}), layout
+
+
+_NO_DEVICE = "the configuration has no hbm section, and torch finds no GPU on this machine"
 
 
 def measure(
@@ -228,11 +257,30 @@ def measure(
     layout: PageLayout,
     tokens_per_s: float | None,
     say: Callable[[str], None],
+    device: str | None = None,
 ) -> Rates:
-    """Measure this machine's rates for these pages, the disk's where ``nvme.path`` is or will be. Takes seconds."""
-    device = config.hbm.device if config.hbm is not None else "cpu"
-    say("a page from HOST to HBM")
-    copy = copy_rate(layout.blob_nbytes, device)
+    """Measure this machine's rates for pages of this layout. Takes a few seconds.
+
+    The disk is measured at ``nvme.path``, or at its nearest parent that exists.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        layout: The layout of the model's pages.
+        tokens_per_s: Prefill rate in tokens/s, if known. With None, it is predicted from a measured matrix
+            multiplication.
+        say: Called with the name of each measurement before it starts.
+        device: The device that computes and has the HBM tier. None means ``hbm.device`` or, if the
+            configuration has no hbm section, the GPU that torch finds. If torch finds no GPU, the rates of
+            copies and prefill stay unknown, because the engine probably runs on another machine.
+    """
+    if device is None:
+        device = config.hbm.device if config.hbm is not None else found_card()
+    if device is None:
+        copy = Rate(None, f"not measured: {_NO_DEVICE}; set --device")
+    else:
+        say("a page from HOST to HBM")
+        copy = copy_rate(layout.blob_nbytes, device)
     read = None
     if config.nvme is not None:
         say("a page from disk")
@@ -242,6 +290,9 @@ def measure(
         return Rates(copy=copy, read=read, prefill=given, per_token=True)
     if isinstance(model.prefill, str):
         unknown = Rate(None, f"not predicted: {model.prefill}; set it with --prefill-tokens-per-s")
+        return Rates(copy=copy, read=read, prefill=unknown, per_token=False)
+    if device is None:
+        unknown = Rate(None, f"not predicted: {_NO_DEVICE}; set --device or --prefill-tokens-per-s")
         return Rates(copy=copy, read=read, prefill=unknown, per_token=False)
     say("a matrix multiplication")
     wanted = (layout.specs[0].dtype, model.dtype, "bfloat16")
@@ -253,7 +304,10 @@ def measure(
 def forecast(
     config: StoreConfig, model: Geometry, layout: PageLayout, rates: Rates, lengths: Sequence[int]
 ) -> Plan:
-    """Return the plan for documents of ``lengths`` tokens. Pure, except that it looks at free memory and disk."""
+    """Return the plan for documents of ``lengths`` tokens.
+
+    The result depends only on the arguments, and on this machine's free memory and free disk space.
+    """
     found = sizes(config, layout)
     documents = tuple(_document(length, model, layout, found, rates) for length in dict.fromkeys(lengths))
     warnings = (*_of_the_model(model), *_of_tiers(found), *_of_documents(documents, layout, found))
@@ -261,10 +315,13 @@ def forecast(
 
 
 def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:
-    """Return the time until ``pages`` pages of ``nbytes`` are in HBM, from a tier that holds them all.
+    """Return how long it takes to restore ``pages`` pages of ``nbytes`` bytes each to HBM, in seconds.
 
-    From NVMe through HOST it is the sum of both hops. They overlap batch by batch, but readers, checksums and
-    copies share the cores: a store on two cores was measured closer to the sum than to the slower hop.
+    All pages are in ``tier``. The result is None if a rate is unknown.
+
+    If pages from NVMe pass through host memory, the result is the sum of the times of reading and of copying.
+    The two overlap batch by batch, but they compete for the CPU's cores. On two cores, the measured time was
+    closer to the sum than to the longer of the two times.
     """
     if tier == Tier.HBM:
         return 0.0
@@ -306,7 +363,7 @@ def _of_the_model(model: Geometry) -> Iterator[str]:
         count = sum(window is not None for window in model.windows)
         yield (
             f"{count} of {model.num_layers} layers attend only to the last {windows[-1]} tokens, "
-            "but pages hold all layers of all tokens"
+            "but pages store K and V of all layers for all tokens"
         )
 
 
@@ -314,7 +371,7 @@ def _of_tiers(found: Sizes) -> Iterator[str]:
     nvme = found.of(Tier.NVME)
     above = sum(size.pages or 0 for size in found.tiers if size.tier < Tier.NVME)
     if nvme is not None and nvme.pages is not None and nvme.pages < above:
-        yield f"NVME holds {nvme.pages} pages, the tiers above it {above}: not all of them can be saved"
+        yield f"NVME holds {nvme.pages} pages, the tiers above it hold {above}, so not all of them can be saved"
 
 
 def _of_documents(documents: Sequence[Document], layout: PageLayout, found: Sizes) -> Iterator[str]:
@@ -339,7 +396,7 @@ def _too_small(document: Document, size: TierSize, layout: PageLayout) -> str:
     holds = (size.pages or 0) * layout.page_nbytes
     return (
         f"a document of {document.tokens} tokens needs {document.pages} pages ({format_size(document.nbytes)}), "
-        f"{size.tier.name} holds {size.pages} ({format_size(holds)})"
+        f"but {size.tier.name} holds {size.pages} ({format_size(holds)})"
     )
 
 

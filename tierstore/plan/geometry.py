@@ -1,10 +1,14 @@
-"""A model's geometry, from its config.json or from the table of known models, and the work of its prefill.
+"""The shape of a model's K and V, and the number of operations of its prefill, both derived from its config.
 
-Reads files; does not import torch. The fields are those that transformers writes. An unknown value of a field is
-refused by name: pages of a wrong size would look right and be useless.
+The config is a model's own config.json, or an entry in the table of known models.
 
-The work of a prompt counts two operations per weight and token, and per attention score and weighted value. Norms,
-activations, rotations and the output head are left out.
+This module reads files and does not import torch. It understands the field names that transformers writes. A
+config in which a relevant field has an unknown value is rejected. Otherwise, a plan for pages of the wrong size
+could go unnoticed.
+
+A prefill takes two operations (a multiplication and an addition) per weight and token, and two for each
+multiplication in attention scores and in weighted sums of values. The output layer is counted for the last token
+only. Norms, activation functions and rotary embeddings are not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from tierstore.errors import ConfigError
 from tierstore.page import DTYPE_NBYTES, PageSpec
 
 _TWO_MATRICES = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron"})
-"""Models whose feed-forward layers have no gate."""
+"""Model types whose feed-forward layers have two weight matrices instead of three, because they have no gate."""
 
 OPTIONAL = (
     "q_lora_rank",
@@ -38,16 +42,21 @@ OPTIONAL = (
     "decoder_sparse_step",
     "moe_layer_freq",
 )
-"""Fields that must be whole numbers of at least 0 if a config has them."""
+"""Optional fields that determine the work of prefill. If present, each must be an integer of at least 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """What a prompt costs to compute.
+    """Quantities that determine how many operations the prefill of a prompt takes.
 
-    ``weights`` multiply each token, in all layers (of experts, the chosen ones); ``head`` is the output layer, for
-    the last token alone. ``score`` counts elements of a query and of a value, over all heads. ``hidden`` and
-    ``inner`` are the shape of a typical weight matrix.
+    Attributes:
+        weights: Number of weights that each token is multiplied by, over all layers. Of the experts, only
+            the chosen ones are counted.
+        head: Number of weights of the output layer, which is computed for the last token only.
+        score: Number of elements in a query plus the number in a value, over all heads of a layer.
+        windows: Attention window of each layer in tokens, or None if the layer attends to all tokens.
+        hidden: Number of rows of a typical weight matrix.
+        inner: Number of columns of a typical weight matrix.
     """
 
     weights: int
@@ -58,13 +67,20 @@ class Prefill:
     inner: int
 
     def operations(self, tokens: int) -> int:
-        """Return the floating-point operations from ``tokens`` ids to the first new token, with causal attention."""
+        """Return how many floating-point operations the prefill of ``tokens`` tokens takes.
+
+        The number includes the output layer for the first token of the answer, and assumes causal attention.
+        """
         pairs = sum(_pairs(tokens, window) for window in self.windows)
         return 2 * (self.weights * tokens + self.head + self.score * pairs)
 
 
 def prefill_of(config: Mapping[str, Any], *, head_dim: int, windows: Sequence[int | None]) -> Prefill:
-    """Return the work that the fields of a config describe. Needs hidden, intermediate and vocabulary sizes."""
+    """Return the prefill quantities of the model that ``config`` describes.
+
+    The config must contain the hidden size, the number of attention heads, the intermediate size and the
+    vocabulary size.
+    """
     layers = len(windows)
     attention, score = _latent(config) if config.get("kv_lora_rank") else _heads(config, head_dim)
     inner = config.get("moe_intermediate_size") if _experts(config) else None
@@ -79,21 +95,21 @@ def prefill_of(config: Mapping[str, Any], *, head_dim: int, windows: Sequence[in
 
 
 def _pairs(tokens: int, window: int | None) -> int:
-    """Return the query-key pairs of one causal layer."""
+    """Return the number of pairs of a query and a key that one causal layer computes for ``tokens`` tokens."""
     if window is None or window >= tokens:
         return tokens * (tokens + 1) // 2
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
 def _heads(config: Mapping[str, Any], head_dim: int) -> tuple[int, int]:
-    """Return the weights of one attention layer with K and V per head, and the elements of a score."""
+    """Return ``(weights, score)`` of one attention layer that stores K and V per head. See ``Prefill``."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     return hidden * head_dim * (2 * heads + 2 * kv_heads), 2 * heads * head_dim
 
 
 def _latent(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the same for multi-head latent attention, with latents expanded to heads as in prefill."""
+    """Return ``(weights, score)`` of one layer of multi-head latent attention during prefill. See ``Prefill``."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
     low = config.get("q_lora_rank")
@@ -103,7 +119,9 @@ def _latent(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _feed_forward(config: Mapping[str, Any], layer: int) -> int:
-    """Return the weights that a token meets in one feed-forward layer: dense ones, or router, shared and chosen
+    """Return the number of weights that each token is multiplied by in the feed-forward part of ``layer``.
+
+    In a mixture-of-experts layer, these are the weights of the router, the shared experts and the chosen
     experts.
     """
     hidden = config["hidden_size"]
@@ -123,7 +141,7 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
-    """Return whether this layer of a mixture-of-experts model is dense."""
+    """Return whether this layer of a mixture-of-experts model has a dense feed-forward part, without experts."""
     if layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0):
         return True
     if config.get("decoder_sparse_step"):
@@ -144,21 +162,28 @@ _OTHER_CACHES = {
     "index_head_dim": "an index of its own beside the latents",
     "is_encoder_decoder": "an encoder",
 }
-"""Fields that, if set, mean a cache for which there are no pages."""
+"""Config fields of models whose cache cannot be stored as pages, each with the feature that prevents it."""
 
 _SHORT = {"smollm2": "smollm2-135m", "gemma3": "gemma-3-270m", "gemma3-270m": "gemma-3-270m"}
-"""Names that other commands use for models of the table."""
+"""Short names that other commands use, with the names of the models in the table."""
 
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-"""Every how many layers one has full attention, if a config does not say."""
+"""For each model type, a number n: every n-th layer has full attention, unless the config says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What a model stores per token. ``dtype`` is the model's own, None if its config names none.
+    """The shape of the K and V that a model stores per token.
 
-    ``windows`` has the tokens that each layer attends to, None for all. ``prefill`` is its work, or why it is
-    unknown.
+    Attributes:
+        name: The model's name, or the path of its config.
+        kind: ``mha`` if K and V are stored per head, ``mla`` if one latent vector is stored instead.
+        num_layers: Number of layers.
+        num_kv_heads: Number of KV heads per layer.
+        head_dim: Number of elements per head.
+        dtype: The model's own dtype, or None if its config names none.
+        windows: Attention window of each layer in tokens, or None if the layer attends to all tokens.
+        prefill: The quantities that determine the work of prefill, or the reason why they are unknown.
     """
 
     name: str
@@ -171,10 +196,16 @@ class Geometry:
     prefill: Prefill | str
 
     def specs(self, page_size: int, dtype: str | None = None) -> tuple[PageSpec, ...]:
-        """Return the pages in ``dtype`` or the model's own: one KV group, or one of full layers and one of windows.
+        """Return the specification of each KV group, for pages of ``page_size`` tokens.
+
+        If only some layers have a window, these layers form a group of their own.
+
+        Args:
+            page_size: Number of tokens per page.
+            dtype: The dtype of the pages. None means the model's own dtype.
 
         Raises:
-            ConfigError: Pages cannot have the dtype.
+            ConfigError: The dtype is not supported, or the model's config names none.
         """
         chosen = dtype or self.dtype
         if chosen not in DTYPE_NBYTES:
@@ -201,7 +232,11 @@ class Geometry:
 
 
 class Fields:
-    """The fields of one config, by name. ConfigError names the source, the field and what it must be."""
+    """The fields of one config. Those of a nested ``text_config`` are used if there is one.
+
+    Methods that check a value raise ConfigError, whose message names the source, the field and the expected
+    value.
+    """
 
     def __init__(self, source: str, tree: Mapping[str, Any]) -> None:
         nested = tree.get("text_config")
@@ -210,11 +245,15 @@ class Fields:
         self.tree: Mapping[str, Any] = nested if isinstance(nested, Mapping) else tree
 
     def get(self, name: str) -> Any:
-        """Return the value, or None."""
+        """Return the value of a field, or None if it is missing."""
         return self.tree.get(name)
 
     def count(self, name: str) -> int | None:
-        """Return a whole number of at least 1, or None if the field is missing or null."""
+        """Return the value of an integer field, or None if it is missing or null.
+
+        Raises:
+            ConfigError: The value is not an integer of at least 1.
+        """
         value = self.tree.get(name)
         if value is None:
             return None
@@ -223,30 +262,42 @@ class Fields:
         return value
 
     def needed(self, name: str) -> int:
-        """Return a whole number that must be present."""
+        """Return the value of a required integer field.
+
+        Raises:
+            ConfigError: The field is missing, or its value is not an integer of at least 1.
+        """
         value = self.count(name)
         if value is None:
             raise ConfigError(
-                f"{self.source}: {name} is missing; a decoder's config has num_hidden_layers, num_attention_heads, "
-                "hidden_size, and num_key_value_heads and head_dim if they differ"
+                f"{self.source}: {name} is missing; a decoder's config needs num_hidden_layers, "
+                "num_attention_heads and hidden_size, and may have num_key_value_heads and head_dim"
             )
         return value
 
 
 def known_models() -> dict[str, Mapping[str, Any]]:
-    """Return the shipped table: repository name -> fields."""
+    """Return the fields of each known model's config, by the name of the model's repository."""
     text = (files("tierstore.plan") / "models.yaml").read_text(encoding="utf-8")
     table: dict[str, Mapping[str, Any]] = yaml.safe_load(text)
     return table
 
 
 def read_model(model: str) -> Geometry:
-    """Return the geometry of a folder with a config.json, of such a file, or of a known model by name in any case.
+    """Return the geometry of a model.
+
+    Args:
+        model: A folder with a config.json, the path of such a file, or the name of a known model. Upper and
+            lower case in a name are equivalent.
 
     Raises:
-        ConfigError: The name is unknown (the message suggests similar ones), or the config cannot be read or
-            understood.
+        ConfigError: The name is unknown (the message suggests similar names), the config cannot be read, or the
+            model cannot be stored as pages.
     """
+    if not model.strip():
+        raise ConfigError(
+            f"the model must be a folder with a config.json or one of {', '.join(known_models())}, got {model!r}"
+        )
     path = Path(model).expanduser()
     if path.is_dir():
         path = path / "config.json"
@@ -262,7 +313,16 @@ def read_model(model: str) -> Geometry:
 
 
 def geometry(source: str, tree: Mapping[str, Any]) -> Geometry:
-    """Return the geometry in the fields of a config. ConfigError names ``source``, the field and what it must be."""
+    """Return the geometry of the model that a config describes.
+
+    Args:
+        source: The model's name or the path of its config. Used as the geometry's name and in messages.
+        tree: The config, as parsed from JSON.
+
+    Raises:
+        ConfigError: A field is missing or has an unknown value, or the model cannot be stored as pages. The
+            message names ``source``, the field and the expected value.
+    """
     fields = Fields(source, tree)
     _require_pages(fields)
     layers = fields.needed("num_hidden_layers")
@@ -291,9 +351,11 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the model's config.json: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: the model's config.json is not JSON: {error}") from error
+        raise ConfigError(f"{path}: the model's config.json is not valid JSON: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a model's config.json must be an object, got a {type(tree).__name__}")
+        raise ConfigError(
+            f"{path}: a model's config.json must contain a JSON object, got a {type(tree).__name__}"
+        )
     return tree
 
 
@@ -315,8 +377,8 @@ def _require_pages(fields: Fields) -> None:
             value = any(mode == "reuse" for mode in value or ())
         if value:
             raise ConfigError(
-                f"{fields.source}: {name} is {fields.get(name)!r}: {what}; "
-                "each layer must store K and V, or one latent, of every token"
+                f"{fields.source}: {name} is {fields.get(name)!r}, so the model has {what}, which is not supported; "
+                "each layer must store K and V, or one latent vector, for every token"
             )
     if fields.get("v_head_dim") not in (None, fields.get("head_dim")) and not fields.get("kv_lora_rank"):
         raise ConfigError(
@@ -328,14 +390,14 @@ def _head_dim(fields: Fields) -> int:
     hidden, heads = fields.needed("hidden_size"), fields.needed("num_attention_heads")
     if hidden % heads:
         raise ConfigError(
-            f"{fields.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no "
-            "head_dim"
+            f"{fields.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; "
+            "the config must contain head_dim"
         )
     return hidden // heads
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for all tokens."""
+    """Return the attention window of each layer in tokens, or None if the layer attends to all tokens."""
     window = fields.count("sliding_window") if fields.get("use_sliding_window") is not False else None
     kinds = fields.get("layer_types")
     if kinds is not None:
@@ -352,11 +414,14 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _layer_types(fields: Fields, kinds: Any, layers: int) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ConfigError(f"{fields.source}: layer_types must be a list of {layers}, one type per layer")
+        raise ConfigError(
+            f"{fields.source}: layer_types must be a list of {layers} types, one type per layer"
+        )
     others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if others:
         raise ConfigError(
-            f"{fields.source}: layer_types must be full_attention or sliding_attention, got {', '.join(others)}"
+            f"{fields.source}: each of layer_types must be full_attention or sliding_attention, "
+            f"got {', '.join(others)}"
         )
     return kinds
 

@@ -1,4 +1,4 @@
-"""Eviction orders and admission policies: pure objects without slots, bytes, threads or clocks."""
+"""Eviction and admission policies. They handle keys and numbers only, and read no clock."""
 
 from __future__ import annotations
 

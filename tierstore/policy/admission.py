@@ -1,11 +1,11 @@
-"""Admission: which pages are worth writing to the tier below, and how many bytes may be written per day.
+"""Admission policies: decide which pages are worth writing to disk, within a daily write budget.
 
-``all`` admits every page. ``second_hit`` admits a page that was requested after it was put, or that is put again while
-a bounded memory still knows it. ``cost`` admits the better half of all pages, by their chance of being needed from
-below, learnt from similar pages. Policies are pure: they are asked at each put and hit, and the budget takes the time
-as an argument.
+``all`` admits every page. ``second_hit`` admits a page that is requested after it was put, or that is put
+again while a bounded history still contains it. ``cost`` admits the half of all pages that is most likely to
+be needed from disk, judged by the past use of similar pages. A policy is asked at each put and hit. It reads no
+clock; the budget gets the time as an argument.
 
-A page is useless without the pages before it; the caller writes those, too, when it writes a page.
+A page on disk is useless without the pages before it. The caller of a policy writes those as well.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """An admission policy, asked before a page is written.
+    """An admission policy: decides whether to write a page to disk.
 
-    ``gone``: used fraction of the daily write budget, 0 to 1.
+    In its methods, ``record`` is the page's record in the history, or None if the history does not remember
+    the page. ``gone`` is the fraction of the daily write budget that is used, 0 to 1.
     """
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
-        """Return whether to write a page that no tier holds and that is being put, ``again`` or for the first time."""
+        """Return whether to write a page that is being put and was in no tier.
+
+        ``again`` is True if the history remembers the page, which means that it was put before.
+        """
         ...
 
     def hit(self, record: Record | None, gone: float) -> bool:
-        """Return whether to write a page that is held and was requested or put again, if it was not written yet."""
+        """Return whether to write a page that was refused before, and is now requested or put again."""
         ...
 
     def wrote(self) -> None:
-        """Count a page that was written, whether this policy chose it or not."""
+        """Count a page that was written, whether or not this policy admitted it."""
         ...
 
 
 class All:
-    """Admits every page."""
+    """Policy ``all``: admits every page."""
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
         """Return True."""
@@ -48,14 +52,14 @@ class All:
         return True
 
     def wrote(self) -> None:
-        """Do nothing: writes are not counted."""
+        """Do nothing, because this policy does not count writes."""
 
 
 class SecondHit:
-    """Admits a page that is requested a second time, or put a second time while it is remembered."""
+    """Policy ``second_hit``: admits a page that is requested, or put again while the history remembers it."""
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
-        """Return whether the page is remembered."""
+        """Return ``again``: whether the page was put before and is remembered."""
         return again
 
     def hit(self, record: Record | None, gone: float) -> bool:
@@ -63,51 +67,62 @@ class SecondHit:
         return True
 
     def wrote(self) -> None:
-        """Do nothing: writes are not counted."""
+        """Do nothing, because this policy does not count writes."""
 
 
 _SHARE = 0.48
-"""Share of the pages put that is written: half the bytes of ``all``, because refused pages are put again more often."""
+"""Fraction of put pages that may be written.
+
+As a result, half as many bytes are written as with ``all``. The fraction is less than 0.5 because refused pages
+are put again more often.
+"""
 _PERIOD = 64
-"""Number of puts after which the kinds are weighed again."""
+"""Number of puts after which the kinds of pages are compared again."""
 _HALF_LIFE = 1 << 13
-"""Number of pages after which older observations count half."""
+"""Half-life of observations, in put pages."""
 _HORIZON = 4096
-"""Number of puts within which excess or missing writes are compensated, by at most a quarter."""
+"""Number of puts over which too many or too few writes are compensated.
+
+Missing writes are made up for only up to a quarter of this number.
+"""
 _FEW = 32
-"""Weight, in pages, of the assumption that a kind is average."""
+"""Weight, in pages, of the initial assumption that a kind of pages pays off as often as the average."""
 _LEAST = 0.25
-"""Fraction of the mean benefit below which a kind is not written at all, however few writes there are."""
+"""Kinds that pay off less often than this fraction of the mean are never written."""
 _USED, _BEGINNINGS, _SPANS = 8, 5, 10
 _KINDS = _USED + _BEGINNINGS * _SPANS
 
 
 class Cost:
-    """Admits the better half of what ``all`` would write. A watcher of ``history``.
+    """Policy ``cost``: admits the more useful half of the pages that ``all`` would write.
 
-    Pages that were used are of one kind if their chats had made equally many requests; new ones if their runs began
-    alike and have about the same length. For each kind it learns how many pages were requested again and found in the
-    tier below, or were gone and put again before they were forgotten: for these a write has paid. The kinds that pay
-    most often are written until a share of the pages put is used up. At the limit, some runs of a kind are chosen by
-    lot, because half a run is worth little. Kinds that pay far less than the others are not written at all, and nothing
-    is until a page has been needed from below: what memory holds is not worth a write.
+    It learns from a history. Pages are grouped into kinds. The kind of a page that was requested again depends
+    on the number of requests that its chat has made. The kind of a new page depends on how its run started and
+    on the run's approximate length. For each kind, the policy learns how often a write pays off. A write pays off
+    if the page is requested again and is only on disk, or if the page was evicted and is put again while the
+    history remembers it.
 
-    The cost of computing a page again is not considered: deep pages belong to long documents, which are rarely
-    requested again.
+    The kinds that pay off most often are written, until a fixed fraction of the puts is used up. If the
+    next kind does not fit completely, whole runs of it are selected at random, because half a run is of little
+    use. Kinds that pay off much less often than the average are never written. Nothing is written before the
+    first page has been needed from disk: while all requested pages are in memory, writes do not pay off.
+
+    The cost of computing a page again is not considered. Late pages of a sequence cost most, but they belong
+    to long documents, which are rarely requested again.
     """
 
     def __init__(self, history: History) -> None:
         self._paid, self._asked = [0.0] * _KINDS, [0.0] * _KINDS
         self._wished = [0.0] * _KINDS
-        """Pages that the policy was asked about, by kind, decaying like the allowance."""
+        """Number of pages of each kind that the policy was asked about. Older pages count less."""
         self._allowed = self._credit = 0.0
         self._put = 0
         self._lots = [1.0] * _KINDS
-        """Runs whose lot is below this are written, by kind."""
+        """For each kind, a run is written if its ``lot`` is below this value."""
         history.watchers.append(self)
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
-        """Return whether the page is of a kind whose writes pay."""
+        """Return whether to write the page, which depends on its kind."""
         allowed = _SHARE * max(0.0, 1 - gone)
         self._allowed += allowed
         self._credit += allowed
@@ -117,18 +132,18 @@ class Cost:
         return record is not None and gone < 1 and self._pays(record)
 
     def hit(self, record: Record | None, gone: float) -> bool:
-        """Return whether the page is of a kind whose writes pay.
+        """Return whether to write the page. The decision depends on the page's kind.
 
-        True if it is not remembered, because it was requested again.
+        A page that the history does not remember is written, because it was requested again.
         """
         return gone < 1 and (record is None or self._pays(record))
 
     def wrote(self) -> None:
-        """Count a written page against the allowance."""
+        """Subtract one page from the number of pages that may be written."""
         self._credit -= 1
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """Count a request of a remembered page."""
+        """Count a request for a remembered page. If ``below``, the request shows that writing such a page pays off."""
         self._paid[_kind(record)] += below
 
     def began(self, record: Record, now: int) -> None:
@@ -140,7 +155,7 @@ class Cost:
             self._asked[kind] /= 2
 
     def forgotten(self, record: Record, now: int) -> None:
-        """Do nothing: a page that was not requested again was counted when it was put."""
+        """Do nothing, because ``began`` has already counted the page."""
 
     def _pays(self, record: Record) -> bool:
         kind = _kind(record)
@@ -148,7 +163,7 @@ class Cost:
         return record.lot < self._lots[kind]
 
     def _weigh(self) -> None:
-        """Distribute the allowance among the kinds, best first."""
+        """Decide which runs of each kind are written, starting with the kind that pays off most often."""
         self._credit = max(-_HORIZON, min(_HORIZON / 4, self._credit))
         left = self._allowed * max(0.0, 1 + self._credit / (_SHARE * _HORIZON))
         mean = sum(self._paid) / max(1.0, sum(self._asked))
@@ -175,21 +190,21 @@ _BUCKET_S = 900.0
 
 
 class WriteBudget:
-    """The bytes that a tier may write within any 24 hours. ``daily_nbytes`` None: unlimited.
+    """A limit on the bytes that are written to a tier within 24 hours.
 
-    Bytes are counted per quarter of an hour. A quarter counts fully until its last byte is a day old, so the sum is
-    never too low.
+    If ``daily_nbytes`` is None, there is no limit. Bytes are counted in intervals of 15 minutes, and an interval
+    counts in full until 24 hours after its end. The sum may therefore be too high, but is never too low.
     """
 
     def __init__(self, daily_nbytes: int | None) -> None:
         self.daily_nbytes = daily_nbytes
         self.total = 0
-        """Bytes written since the store was opened."""
+        """Number of bytes written since the store was opened."""
         self._buckets: deque[list[float]] = deque()
         self._sum = 0
 
     def spend(self, nbytes: int, now: float) -> None:
-        """Count bytes that were written."""
+        """Count bytes that were written at the monotonic time ``now``, in seconds."""
         bucket = now // _BUCKET_S
         if not self._buckets or self._buckets[-1][0] != bucket:
             self._buckets.append([bucket, 0])
@@ -198,11 +213,11 @@ class WriteBudget:
         self.total += nbytes
 
     def spent(self, now: float) -> int:
-        """Return the bytes written within the last 24 hours."""
+        """Return the number of bytes written within the last 24 hours."""
         while self._buckets and (self._buckets[0][0] + 1) * _BUCKET_S <= now - DAY_S:
             self._sum -= int(self._buckets.popleft()[1])
         return self._sum
 
     def left(self, now: float) -> int | None:
-        """Return the bytes that may still be written now, at least 0; None without a limit."""
+        """Return how many more bytes may be written now, or None if there is no limit."""
         return None if self.daily_nbytes is None else max(0, self.daily_nbytes - self.spent(now))

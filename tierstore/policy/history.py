@@ -1,11 +1,13 @@
-"""Recently requested pages, including evicted ones: the ghost memory of admission and of the learning orders.
+"""The history of recently requested pages, including evicted ones.
 
-A record is a few small numbers about one page. Memory is bounded: the page that was requested longest ago is forgotten
-first. The clock counts requested pages, so ages are in pages, like capacities.
+Admission and the learning policies use it. A record contains a few small numbers about one page. The number
+of records is bounded: the least recently requested page is forgotten first. The history's clock counts
+requested pages, so that ages are measured in pages, like capacities.
 
-Pages that one request puts one after another are a run. How a run began says much about whether it is requested again:
-after the last page of a chat (the chat continued), after a page that a few others follow (the chat branched), or after
-none or one that many follow (a new chat after a shared prefix). So does its length.
+A run consists of the consecutive pages of a sequence that one request puts. Whether they are requested again
+depends largely on how the run started. It may start after the last page of a chat (the chat continued), after
+a page with a few other successors (the chat branched), or after no page or a page with many successors (a new
+chat after a shared prefix). The length of the run matters, too.
 """
 
 from __future__ import annotations
@@ -18,24 +20,27 @@ if TYPE_CHECKING:
 
 _MOST = 255
 _SHARED = 16
-"""A page followed by at least this many pages is a shared prefix."""
+"""A page with at least this many successors is a shared prefix."""
 
 
 class Record:
-    """What is known about one page. Counts saturate at 255, except for ``depth``, ``place`` and ``span``.
+    """The history of one page. No count exceeds 255, except ``depth``, ``place`` and ``span``.
 
     Attributes:
-        uses: How often the page was requested after its first put.
-        last: When it was requested last.
-        depth: Number of pages before it.
-        turn: How often a request continued from pages of an earlier one to reach it: the turn of a chat.
-        followers: Number of pages first put after it.
-        steps: How often in a row the runs before its own continued where one had ended; 0 if its own did not.
-        branch: Whether its run began after a page that a few others follow.
-        place: Position in its run, from 1.
-        span: Length of its run, as far as it was known when the page was put.
-        lot: A number from 0 to 1, the same for all pages of its run.
-        kind: A note of the watchers that learn lifetimes; all of them use the same value.
+        key: The page.
+        uses: Number of times that the page was requested, or put again, after it was first put.
+        last: Time of the last request or put, on the history's clock.
+        depth: Number of pages before this one in its sequence.
+        turn: Number of earlier requests that the sequence continues: for a chat, the number of its turns so
+            far.
+        followers: Number of pages that were put directly after this one.
+        steps: Number of times that the chat was continued without a branch, up to the page's run. 0 if the
+            run did not continue a chat.
+        branch: Whether the run started after a page that already had a few other successors.
+        place: Position of the page in its run, starting at 1.
+        span: Length of the run in pages, as far as it was known when the page was put.
+        lot: A number from 0 to 1 that all pages of a run share, for random selections.
+        kind: The page's kind, as assigned by watchers that learn lifetimes. They all assign the same kind.
     """
 
     __slots__ = (
@@ -79,34 +84,35 @@ class Record:
 
 
 class Watcher(Protocol):
-    """An observer of records. ``now`` is the history's clock."""
+    """An observer of a history. ``now`` is the current time on the history's clock."""
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """Observe that a remembered page was requested; the record still has its previous state.
+        """Observe that a remembered page was requested or put again. The record is not updated yet.
 
         Args:
             record: The page's record.
-            now: The history's clock.
-            below: Only the lowest tier had the page, or no tier had it and it was put again.
+            now: The current time on the history's clock.
+            below: Whether no memory tier had the page: only a record tier had it, or it was put again because
+                no tier had it.
         """
         ...
 
     def began(self, record: Record, now: int) -> None:
-        """Observe that a page was requested or first put; the record is up to date."""
+        """Observe that a page was requested, or put. The record is already updated."""
         ...
 
     def forgotten(self, record: Record, now: int) -> None:
-        """Observe that a record was dropped: the page was not requested again in time."""
+        """Observe that the history is full and has removed the record of the least recently used page."""
         ...
 
 
 class History:
-    """Records of at most ``limit`` pages."""
+    """The records of up to ``limit`` pages. The least recently requested page is forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = max(1, limit)
         self.now = 0
-        """Number of pages requested so far."""
+        """The history's clock: the number of pages that were requested or put so far."""
         self.watchers: list[Watcher] = []
         self._records: OrderedDict[PageKey, Record] = OrderedDict()
 
@@ -114,19 +120,19 @@ class History:
         return len(self._records)
 
     def get(self, key: PageKey) -> Record | None:
-        """Return the page's record, or None if it is not remembered. Changes nothing."""
+        """Return the page's record, or None if the history does not remember the page. Changes nothing."""
         return self._records.get(key)
 
     def put(self, key: PageKey, parent: PageKey | None, following: int = 0) -> tuple[Record, bool]:
-        """Record that a page which no tier holds was put after ``parent``.
+        """Record a put of a page that was in no tier.
 
         Args:
             key: The page.
             parent: The page before it, or None.
-            following: Number of pages put after it in the same call.
+            following: Number of pages after it that are put in the same call.
 
         Returns:
-            Its record, and whether it was remembered.
+            The page's record, and whether the page was already remembered.
         """
         record = self.get(key)
         if record is not None:
@@ -142,7 +148,15 @@ class History:
         return record, False
 
     def hit(self, key: PageKey, *, below: bool) -> Record | None:
-        """Record that a page which a tier holds was requested. Returns its record, or None if it is not remembered."""
+        """Record a request for a page that is in some tier.
+
+        Args:
+            key: The page.
+            below: Whether only a record tier has the page.
+
+        Returns:
+            The page's record, or None if the page is not remembered.
+        """
         record = self.get(key)
         if record is not None:
             self._again(record, below=below)

@@ -1,26 +1,32 @@
-"""Eviction orders, one per tier: which evictable page leaves first. They see only ranks, keys and records.
+"""Eviction policies, one per tier: they decide which evictable page is evicted first.
 
-A rank is an integer assigned when a page enters a tier and renewed when it is used; the evictable page with the lowest
-rank leaves first. Ranks are unique and form four bands: unreachable pages first, then unwanted ones, then ordinary
-ones, and retained pages last, those of higher priority after the others. The order does not decide which pages are
-evictable: a reachable page with readable children never is, so every order evicts leaves first.
+A policy sees only ranks, keys and records. A page gets a rank, which is an integer, when it enters a tier, and
+a new rank whenever it is used. The evictable page with the lowest rank is evicted first. Ranks are unique and
+form four bands. Unreachable pages are evicted first, then unwanted, ordinary and retained pages. Among
+retained pages, those with a higher priority are evicted later. The policy does not decide which pages are
+evictable. The last copy of a reachable page with children is never evictable, so every policy evicts the last
+pages of sequences first.
 
-``VictimQueue`` holds the evictable pages by rank. ``Fifo`` ranks by arrival, ``Lru`` by last use, ``Priority`` by the
-priority of hints, ``Gdsf`` by the number of uses and the cost of computing a page again.
+``VictimQueue`` contains the evictable pages by rank. ``Fifo`` ranks pages by arrival, ``Lru`` by last use,
+``Priority`` by the priority of hints, and ``Gdsf`` by the number of uses and the cost of computing the page
+again.
 
-``Session`` keeps a page as long as waiting for it pays, with times to live learnt from how soon similar pages were
-requested again. Used pages are of one kind if their chats had made equally many requests (turn and uses together), new
-ones if their run began alike and has about the same length. For each kind the history gives how many pages are
-requested again at which age. Keeping a page until age ``a`` earns the probability of a request by then, and costs a
-slot until then or until the request. With a price per slot and moment there is a best ``a`` for each kind, and the
-price is the one at which the kept pages just fit the tier. So a kind that is rarely requested again, or too late, is
-not kept at all. Ages are in requested pages, like capacities. Estimates are those of Kaplan and Meier (1958), because a
-page that has not been requested again may still be. No constant depends on a workload: half-lives and periods are in
-capacities.
+``Session`` keeps a page as long as the expected benefit exceeds the cost. It learns how long to keep pages
+from how soon similar pages were requested again. Pages that were requested again are of one kind if their
+chats had made the same number of requests. New pages are of one kind if their runs started in the same manner
+and have about the same length. For each kind, the history shows how many pages are requested again at which
+age. The benefit of keeping a page until age ``a`` is the probability of a request by then. The cost is the
+time for which the page takes a slot: until age ``a``, or until the request if it comes earlier. For a given
+price per slot and unit of time, each kind has an optimal ``a``. The price is chosen so that the kept pages
+just fit into the tier. As a result, pages of a kind that is rarely requested again, or only after a long time,
+are not kept at all. Ages are measured in requested pages, like capacities. The probabilities are estimated by
+the method of Kaplan and Meier (1958), because a page that has not been requested again yet may be requested
+later. No constant depends on a workload: half-lives and periods are multiples of the capacity.
 
-``Adaptive`` is ``Session`` while that hits more often than LRU, as judged by small ghost caches of both that run beside
-it. A ghost cache holds keys of a sample of the pages, chosen by key, with a capacity that is smaller in proportion
-(SHARDS, Waldspurger 2015), so it has the hit rate of the whole.
+``Adaptive`` behaves like ``Session`` while ``Session`` has a higher hit rate than LRU, and otherwise like LRU.
+To compare them, a small ghost cache of each policy runs alongside the tier. A ghost cache contains only the
+keys of a sample of the pages. The sample is chosen by key, and the capacity of the ghost cache is reduced in
+proportion, so its hit rate is about that of the full cache (SHARDS, Waldspurger 2015).
 """
 
 from __future__ import annotations
@@ -38,9 +44,10 @@ if TYPE_CHECKING:
 
 
 class VictimQueue:
-    """The evictable pages of a tier, lowest rank first. Offering is O(log n), finding the first amortized O(log n).
+    """The evictable pages of a tier, lowest rank first.
 
-    Ranks are unique while offered. Withdrawn ranks stay in the heap until they surface or outnumber the live ones.
+    Adding a page takes O(log n) time, and finding the first page amortized O(log n). No two pages have the
+    same rank. Ranks that were withdrawn remain in the heap until they reach the top or outnumber the others.
     """
 
     __slots__ = ("_heap", "_keys")
@@ -53,11 +60,11 @@ class VictimQueue:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[PageKey]:
-        """Iterate over the keys in victim order. O(n log n)."""
+        """Iterate over the keys in the order of eviction. Takes O(n log n) time."""
         return (self._keys[rank] for rank in sorted(self._keys))
 
     def offer(self, rank: int, key: PageKey) -> None:
-        """Make the page evictable. No effect if it already is."""
+        """Add the page with its rank. No effect if the rank is in the queue already."""
         if rank in self._keys:
             return
         self._keys[rank] = key
@@ -67,18 +74,18 @@ class VictimQueue:
             heapify(self._heap)
 
     def withdraw(self, rank: int) -> bool:
-        """Make the page not evictable. Returns whether it was."""
+        """Remove the page with this rank. Return whether it was in the queue."""
         return self._keys.pop(rank, None) is not None
 
     def shift(self, rank: int, key: PageKey, *, offered: bool) -> None:
-        """Make the page evictable or not, as ``offered`` says."""
+        """Add the page if ``offered``, else remove it."""
         if offered:
             self.offer(rank, key)
         else:
             self.withdraw(rank)
 
     def first(self) -> PageKey | None:
-        """Return the next victim without removing it, or None."""
+        """Return the page with the lowest rank without removing it, or None if the queue is empty."""
         heap, keys = self._heap, self._keys
         while heap:
             key = keys.get(heap[0])
@@ -88,7 +95,10 @@ class VictimQueue:
         return None
 
     def first_where(self, allowed: Callable[[PageKey], bool]) -> PageKey | None:
-        """Return the first victim for which ``allowed`` is true, or None. O(n) plus O(log n) per rejected victim."""
+        """Return the page with the lowest rank for which ``allowed`` returns True, or None.
+
+        Takes O(n) time, plus O(log n) per rejected page.
+        """
         heap, keys = self._heap.copy(), self._keys
         while heap:
             key = keys.get(heappop(heap))
@@ -98,22 +108,25 @@ class VictimQueue:
 
 
 BAND = 1 << 120
-"""Ranks of retained pages begin here, with one band per priority."""
+"""The lowest rank of retained pages. The ranks of each priority form a band of this size."""
 SHIFT = 48
-"""Low bits of a rank, which keep ranks unique and put tails before heads among pages of equal value."""
+"""Number of low bits of a rank that make the rank unique. The bits above contain the page's value.
+
+The low bits rank pages of equal value, children before parents.
+"""
 
 _LEVEL = 1 << 64
 _HIGHEST = (1 << 32) - 1
-"""Largest distinct priority. After a retention has ended, higher priorities count as this one."""
+"""The highest priority that ``Priority`` still distinguishes after a retention has ended."""
 
 
 def band(rank: int) -> int:
-    """Return the part of a retained page's rank that its priority gives; 0 for other pages."""
+    """Return the part of a retained page's rank that encodes its priority, or 0 if the page is not retained."""
     return rank // BAND * BAND if rank >= BAND else 0
 
 
 class Fifo:
-    """First in, first out: use does not renew a rank."""
+    """Evicts pages in the order of their arrival. Using a page does not change its rank."""
 
     def __init__(self) -> None:
         self._next = count()
@@ -123,44 +136,50 @@ class Fifo:
         return next(self._next)
 
     def touch(self, key: PageKey, rank: int) -> int:
-        """Return the rank after the page was used. An unwanted page becomes ordinary, a retained one stays retained."""
+        """Return the rank of a page after it was used.
+
+        An unwanted page becomes ordinary, and a retained page remains retained.
+        """
         return rank if rank >= 0 else next(self._next)
 
     def unwanted(self) -> int:
-        """Return a rank before every ordinary page, for a page that nobody will request again."""
+        """Return a rank below those of all ordinary pages, for a page that is not expected to be requested again."""
         return next(self._next) - BAND
 
     def unreachable(self, key: PageKey) -> int:
-        """Return a rank before all others.
+        """Return a rank lower than that of any other page, even of one that became unreachable earlier.
 
-        It is also before pages that became unreachable earlier, so deeper pages leave first.
+        Pages of a sequence become unreachable from first to last, so the last page is evicted first.
         """
         return -BAND - 1 - next(self._next)
 
     def retained(self, priority: int = 0) -> int:
-        """Return a rank after every ordinary page and after retained pages of lower priority.
+        """Return a rank above those of all ordinary pages and of all retained pages with lower priority.
 
-        Priorities below 0 count as 0.
+        Negative priorities count as 0.
         """
         return next(self._next) + (1 + max(0, priority)) * BAND
 
     def ordinary(self, key: PageKey, rank: int) -> int:
-        """Return the rank of a page whose retention ended; other ranks are unchanged."""
+        """Return the new rank of a page whose retention has ended. A page that was not retained keeps its rank."""
         return self.enter(key) if rank >= BAND else rank
 
     def left(self, key: PageKey, rank: int) -> None:
-        """Note that the page left the tier."""
+        """Record that the page was removed from the tier."""
 
 
 class Lru(Fifo):
-    """Least recently used first."""
+    """Evicts the least recently used page first."""
 
     def touch(self, key: PageKey, rank: int) -> int:
         return next(self._next) + band(rank)
 
 
 class Priority(Lru):
-    """By the priority of the last hint that retained the page, even after that hint has ended; ties are LRU."""
+    """Evicts the page with the lowest priority first and, among equal priorities, the least recently used page.
+
+    The priority of a page is that of the last hint that retained it, even after that hint has ended.
+    """
 
     def touch(self, key: PageKey, rank: int) -> int:
         return next(self._next) + max(0, rank // _LEVEL * _LEVEL)
@@ -173,7 +192,10 @@ class Priority(Lru):
 
 
 class Scored(Fifo):
-    """By a value of at least 0 computed from the page's record; ties are LRU."""
+    """Evicts the page with the lowest value first and, among equal values, the least recently used page.
+
+    Subclasses compute the value, an integer of at least 0, from the page's record.
+    """
 
     def __init__(self, history: History) -> None:
         super().__init__()
@@ -190,10 +212,11 @@ class Scored(Fifo):
 
 
 class Gdsf(Scored):
-    """Greedy dual size frequency (Cherkasova, 1998) with pages of equal size.
+    """Greedy dual size frequency (Cherkasova, 1998), for pages of equal size.
 
-    The value is uses times the cost of computing the page again, added to the value of the page that left last, so that
-    old popularity fades. The cost grows with the depth: 1 for the first page of a sequence, 2 at ``doubling_depth``.
+    The value of a page is the number of its uses times the cost of computing it again, plus the highest value
+    of the pages evicted so far. Because of this addition, pages that are no longer used are evicted
+    eventually. The cost increases with depth: it is 1 for the first page of a sequence, and 2 at ``doubling_depth``.
     """
 
     def __init__(self, history: History, doubling_depth: float) -> None:
@@ -202,7 +225,7 @@ class Gdsf(Scored):
         self._inflation = 0
 
     def left(self, key: PageKey, rank: int) -> None:
-        """Raise the floor for new pages to the value of the page that left."""
+        """Update the highest value of the pages evicted so far, which is added to new values."""
         if 0 <= rank < BAND:
             self._inflation = max(self._inflation, rank >> SHIFT)
 
@@ -213,36 +236,46 @@ class Gdsf(Scored):
 
 _USED = 8
 _SHORT, _LONG = 8, 64
-"""Run lengths in pages: from ``_SHORT`` on longer than most chat turns, from ``_LONG`` on a document."""
+"""Limits of run lengths, in pages.
+
+Most turns of chats are shorter than ``_SHORT``. Runs of ``_LONG`` pages or more are mostly documents.
+"""
 KINDS = _USED + 3 * 3
 _BUCKETS = 72
-"""Bucket edges of ages, in half powers of two."""
+"""Number of buckets for ages. Their edges are powers of the square root of two."""
 _EDGES = [0.0, *(2 ** (i / 2) for i in range(_BUCKETS))]
 _EPOCHS = 8
-"""Resolution of the start times of waits, per capacity."""
+"""Resolution of the start times of waits: the number of steps in a period of one capacity.
+
+A period of one capacity lasts until as many pages have been requested as fit into the tier.
+"""
 _HORIZON = 32
-"""Capacities after which a page counts as not requested again."""
+"""Age after which a page is assumed not to be requested again, as a multiple of the tier's capacity."""
 _PERIODS = 2
-"""Plans made per capacity."""
+"""Number of plans made in a period of one capacity."""
 _HALF_LIFE = 64
-"""Capacities after which observations count half."""
+"""Half-life of observations, as a multiple of the tier's capacity."""
 _FEW = 8
 
 _Point = tuple[float, float, float]
-"""Age, probability of a request by then, slot time used by then."""
+"""An age, the probability of a request up to this age, and the expected time in a slot up to this age."""
 _Curve = list[_Point]
 
 
 class Returns:
-    """How soon pages of one kind were requested again, as far as is known."""
+    """Statistics on how soon the pages of one kind are requested again.
+
+    A wait starts when a page is requested or put. It ends with the next request for the page, or when the
+    history forgets the page.
+    """
 
     def __init__(self, pages: int) -> None:
         self.begun = 0.0
         self._epoch = max(1, pages // _EPOCHS)
         self._waiting: dict[int, int] = {}
-        """Pages not requested again yet, by the time of their last request."""
+        """Number of waits that have not ended, by their start time."""
         self._ended = [0.0] * _BUCKETS
-        """Number of ended waits by age, whether or not the page was requested."""
+        """Number of waits that ended at each age, with or without a request."""
         self._back = [0.0] * _BUCKETS
 
     def begin(self, now: int) -> None:
@@ -252,7 +285,10 @@ class Returns:
         self.begun += 1
 
     def end(self, since: int, now: int, *, back: bool) -> None:
-        """Count the end of a wait. No effect if the wait had been given up."""
+        """Count the end of a wait that started at time ``since``. No effect if ``age`` has given up the wait.
+
+        ``back`` is True if the page was requested again.
+        """
         epoch = since // self._epoch
         if epoch not in self._waiting:
             return
@@ -264,7 +300,10 @@ class Returns:
         self._back[bucket] += back
 
     def curve(self, now: int) -> _Curve:
-        """Return benefit and cost of keeping a page up to each age. Only the origin if too little is known."""
+        """Return the benefit and the cost of keeping a page, for several ages in ascending order.
+
+        If there are too few observations, the curve contains only the point (0, 0, 0).
+        """
         ended = self._ended.copy()
         for epoch, number in self._waiting.items():
             ended[_bucket(now - epoch * self._epoch)] += number
@@ -283,7 +322,7 @@ class Returns:
         return points
 
     def age(self, factor: float, horizon: int, now: int) -> None:
-        """Reduce the weight of observations, and give up waits beyond the horizon."""
+        """Multiply the weight of past observations by ``factor``, and end waits that have exceeded ``horizon``."""
         self.begun *= factor
         self._ended = [x * factor for x in self._ended]
         self._back = [x * factor for x in self._back]
@@ -293,22 +332,22 @@ class Returns:
 
 
 class Lifetimes:
-    """How long to keep a page of each kind in a tier of ``pages``. A watcher of a history."""
+    """Learns from a history how long to keep pages of each kind in a tier of ``pages`` pages."""
 
     def __init__(self, pages: int) -> None:
         self.pages = max(1, pages)
         self.kept = [0.0] * KINDS
-        """Age up to which pages of each kind are kept, smoothed."""
+        """Age up to which pages of each kind are kept, as a moving average."""
         self._returns = [Returns(self.pages) for _ in range(KINDS)]
         self._span = 0.0
         self._next = self._period = max(64, self.pages // _PERIODS)
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """End a wait with a request."""
+        """Count a wait that ended with a request."""
         self._returns[record.kind].end(record.last, now, back=True)
 
     def began(self, record: Record, now: int) -> None:
-        """Begin a wait, and make a new plan once per period."""
+        """Start the wait for the page's next request. Once per period, update the ages up to which pages are kept."""
         record.kind = kind = kind_of(record)
         self._returns[kind].begin(record.last)
         self._span += 1
@@ -317,7 +356,7 @@ class Lifetimes:
             self._plan(now)
 
     def forgotten(self, record: Record, now: int) -> None:
-        """End a wait without a request."""
+        """Count a wait that ended without a request."""
         self._returns[record.kind].end(record.last, now, back=False)
 
     def _plan(self, now: int) -> None:
@@ -333,7 +372,7 @@ class Lifetimes:
 
 
 class Session(Scored):
-    """By the time until which the page is worth its slot."""
+    """Evicts the page that expires first. A page expires when it is no longer expected to be worth its slot."""
 
     def __init__(self, history: History, pages: int) -> None:
         super().__init__(history)
@@ -345,9 +384,10 @@ class Session(Scored):
 
 
 def kind_of(record: Record) -> int:
-    """Return the kind of a page. Pages of one kind are expected to be requested again alike.
+    """Return the kind of a page. Pages of one kind are expected to be requested again equally soon.
 
-    New pages are grouped by how their run began and its length, used ones by the number of requests of their chat.
+    The kind of a new page depends on the start and the length of its run. The kind of a page that was requested
+    again depends on the number of requests of its chat.
     """
     if record.uses:
         return min(record.turn + record.uses, _USED) - 1
@@ -357,7 +397,11 @@ def kind_of(record: Record) -> int:
 
 
 def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[float]:
-    """Return the ages to keep at the lowest price at which the kept pages fit, by bisection of log(price)."""
+    """Return, for each kind, the age up to which to keep its pages, so that the kept pages just fit.
+
+    The ages are optimal for the lowest price (per slot and unit of time) at which ``pages`` slots suffice.
+    That price is found by bisection of its logarithm.
+    """
     corners = [_corners(curve) for curve in curves]
 
     def choose(price: float) -> tuple[float, list[float]]:
@@ -379,7 +423,7 @@ def _best_ages(curves: list[_Curve], rates: list[float], pages: int) -> list[flo
 
 
 def _corners(curve: _Curve) -> _Curve:
-    """Return the points of a curve that are optimal at some price: its upper convex hull."""
+    """Return those points of a curve that are optimal at some price. They form its upper convex hull."""
     hull = curve[:1]
     for point in curve[1:]:
         if point[1] <= hull[-1][1]:
@@ -391,7 +435,7 @@ def _corners(curve: _Curve) -> _Curve:
 
 
 def _bends(a: _Point, b: _Point, c: _Point) -> bool:
-    """Return whether a slot earns more between a and b than between b and c."""
+    """Return whether the benefit per time in a slot is higher from a to b than from b to c."""
     return (b[1] - a[1]) * (c[2] - b[2]) > (c[1] - b[1]) * (b[2] - a[2])
 
 
@@ -402,13 +446,13 @@ def _bucket(age: float) -> int:
 _GHOST_PAGES = 512
 _DEEPEST = (1 << 32) - 1
 _FADING = 2
-"""Capacities after which a hit of a ghost cache counts half."""
+"""Half-life of the hits of a ghost cache, as a multiple of the tier's capacity."""
 
 
 class Ghost:
-    """A cache of keys only, each with a value; the lowest value is evicted beyond ``pages`` keys.
+    """A cache of up to ``pages`` keys, each with a value. The key with the lowest value is evicted first.
 
-    ``hits`` counts the first pages of each request, up to a missing one.
+    ``hits`` counts the pages in the cached prefix of each request.
     """
 
     def __init__(self, pages: int) -> None:
@@ -420,7 +464,7 @@ class Ghost:
         self._heap: list[tuple[int, PageKey]] = []
 
     def ask(self, page: PageKey, value: int, request: int) -> None:
-        """Request a page and give it a value."""
+        """Request a page and set its value. ``request`` identifies the request that the page belongs to."""
         if request != self._request:
             self._request, self._whole = request, True
         self._whole = self._whole and page in self._values
@@ -436,7 +480,7 @@ class Ghost:
 
 
 class Rivals:
-    """Serves a sample of the requests by both orders in ghost caches, and says which one hits more."""
+    """Compares the hit rates of ``Session`` and ``Lru``, in ghost caches that get a sample of the requests."""
 
     def __init__(self, session: Session, pages: int) -> None:
         self.follow_session = True
@@ -447,15 +491,16 @@ class Rivals:
         self._fade = 0.5 ** (self._period / max(1, pages) / _FADING)
 
     def asked(self, record: Record, now: int, *, below: bool) -> None:
-        """Do nothing: the ghost caches know what they hold."""
+        """Do nothing, because ``began`` handles every request."""
 
     def forgotten(self, record: Record, now: int) -> None:
-        """Do nothing: the ghost caches know what they hold."""
+        """Do nothing, because the ghost caches track their contents themselves."""
 
     def began(self, record: Record, now: int) -> None:
-        """Request the page from the ghost caches."""
+        """Request the page from both ghost caches, and compare their hits once per period."""
         if self._every == 1 or int.from_bytes(record.key[:4]) % self._every == 0:
-            # All pages of a request have the same time, and tails come before heads, as in residency.
+            # All pages of a request get the same time. Among them, children are evicted before parents, as in
+            # the tier.
             request, place = now - record.depth, _DEEPEST - min(record.depth, _DEEPEST)
             kept = int(self._session.lifetimes.kept[record.kind])
             self._ghost.ask(record.key, ((request + kept) << 32) + place, request)
@@ -468,7 +513,7 @@ class Rivals:
 
 
 class Adaptive(Session):
-    """``session`` or LRU, whichever would hit more often at present."""
+    """Behaves like ``Session`` or like ``Lru``, whichever has the higher hit rate at present."""
 
     def __init__(self, history: History, pages: int) -> None:
         super().__init__(history, pages)
@@ -480,7 +525,8 @@ class Adaptive(Session):
     def _value(self, key: PageKey, record: Record | None) -> int:
         follow_session = self.rivals.follow_session
         if follow_session != self._followed_session:
-            # What the other order promised counts from its last use only; otherwise old pages would outlive new ones.
+            # After a change of policy, new values must exceed all values given before. Otherwise old pages
+            # would outlive new ones.
             self._followed_session = follow_session
             self._head_start += self._longest
             self._longest = 0

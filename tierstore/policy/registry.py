@@ -1,4 +1,4 @@
-"""Eviction orders and admission policies by the names used in a configuration."""
+"""Creates the eviction and admission policies that the configuration names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _MOST_REMEMBERED = 1 << 18
 _HORIZON = 32
 
 WITHOUT_HISTORY = frozenset({"fifo", "lru", "priority", "all"})
-"""Names of those that need no memory of evicted pages."""
+"""Names of the policies that need no history."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What orders and admissions may use.
+    """The data that policies may use.
 
-    ``doubling_depth``: pages before a page that costs twice as much as the first.
+    Attributes:
+        history: The recently requested pages.
+        doubling_depth: Depth of a page, as the number of pages before it, at which computing the page costs
+            twice as much as computing the first page of a sequence.
     """
 
     history: History
@@ -34,10 +37,10 @@ class Known:
 
 
 def make_history(names: Iterable[str], pages: int) -> History | None:
-    """Return a memory for tiers of ``pages`` pages in total, or None if none of the named policies needs one.
+    """Create a history for tiers of ``pages`` pages in total, or return None if no named policy needs one.
 
-    It remembers 32 times as many pages as the tiers hold, up to 262,144, but at least twice as many. A page takes about
-    270 bytes.
+    The history remembers ``32 * pages`` pages, but no more than 262,144 or ``2 * pages``, whichever is larger.
+    Each remembered page takes about 270 bytes.
     """
     if WITHOUT_HISTORY.issuperset(names):
         return None
@@ -45,22 +48,27 @@ def make_history(names: Iterable[str], pages: int) -> History | None:
 
 
 def make_policy(name: str, known: Known | None = None, pages: int = 1) -> Fifo:
-    """Return the order that a configuration names, for a tier of ``pages``.
+    """Create the eviction policy with this name, for one tier.
 
     Args:
-        name: Name of the order.
-        known: Needed by all orders but "lru", "fifo" and "priority".
-        pages: Capacity of the tier.
+        name: Name of the policy in the configuration.
+        known: Data for the policy. Required by all policies except "lru", "fifo" and "priority".
+        pages: Capacity of the tier in pages.
 
     Raises:
-        KeyError: There is no such order.
-        ValueError: The order needs ``known``.
+        KeyError: No policy has this name.
+        ValueError: The policy requires ``known``.
     """
     return _ORDERS[name](_needed(name, known), pages)
 
 
 def make_admission(name: str, known: Known | None = None) -> Admission:
-    """Return the admission that a configuration names: "all", "second_hit" or "cost". Errors as in ``make_policy``."""
+    """Create the admission policy with this name: "all", "second_hit" or "cost".
+
+    Raises:
+        KeyError: No policy has this name.
+        ValueError: The policy requires ``known``.
+    """
     return _ADMISSIONS[name](_needed(name, known))
 
 
@@ -68,7 +76,7 @@ def _needed(name: str, known: Known | None) -> Known:
     if known is not None:
         return known
     if name not in WITHOUT_HISTORY:
-        raise ValueError(f"{name!r} needs a history")
+        raise ValueError(f"policy {name!r} needs a history, but known is None")
     return Known(History(1), 1.0)
 
 
@@ -87,14 +95,15 @@ _ADMISSIONS: dict[str, Callable[[Known], Admission]] = {
 }
 
 _QUERY_HEADS = 4
-"""Assumed query heads per KV head. Llama 3 has 4."""
+"""Assumed number of query heads per KV head, as in Llama 3."""
 
 
 def doubling_depth(spec: PageSpec) -> float:
-    """Return the number of pages before a page that costs twice as much as the first.
+    """Return how many pages must precede a page for it to cost twice as much to compute as the first page.
 
-    A token costs about ``24 L d^2`` operations in the layers and ``4 L d t`` in attention over ``t`` tokens, where
-    ``d`` is the width of the model; they are equal at ``t = 6 d``. The width is taken to be that of the queries.
+    In a model with ``L`` layers of width ``d``, computing a token takes about ``24 L d^2`` operations for the
+    layers, and ``4 L d t`` operations for attention to the ``t`` tokens before it. Both are equal at
+    ``t = 6 d``. The width of the model is assumed to be that of the queries.
     """
     width = spec.num_kv_heads * spec.head_dim * (_QUERY_HEADS if spec.kind == "mha" else 1)
     return 6 * width / spec.page_size

@@ -1,1 +1,1 @@
-"""Replays traces of requests through the store's directory and policies, without bytes or threads."""
+"""Replay of request traces with the store's bookkeeping and policies, but without page bytes or threads."""

@@ -1,11 +1,11 @@
-"""Hit rates of a cache that knows the future, for a trace and a capacity. Computed once and cached in a folder.
+"""Bounds for hit rates: the hit rate of a simulated cache that knows the future, for a trace and a capacity.
 
-Applies Belady's rule to a tree of prefixes: drop the leaf whose next use is latest, and refuse a page whose next
-use is later than that of all others. The rule is not proven optimal for the pages of one sequence, which are hit
-together or not at all, but no policy can beat it by much.
+The simulated cache applies Belady's rule to a tree of prefixes. It evicts the leaf whose next use is the latest, and
+does not keep a new page whose next use is later than that of every other page. The rule is not proven optimal here,
+because the pages of a sequence are hit together or not at all, but no policy can beat it by much.
 
-A file in the folder names its contents and ends with their digest. If it is damaged, of another version or about
-something else, the bound is computed again.
+Each bound is computed once and stored in a file. The file names the trace, the capacity and the version of the
+rule, and contains a digest. If the file is damaged or its contents do not match, the bound is computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NEVER = 1 << 60
 
 
 def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
-    """Return how many pages of its prefix each request finds in a cache of ``pages``. O(n log n) in blocks."""
+    """Simulate a clairvoyant cache of ``pages`` pages. Return how many pages of each request's prefix are hits.
+
+    Takes O(n log n) time for n requested blocks.
+    """
     cache = _Clairvoyant(pages)
     return [
         cache.serve(request.keys, following)
@@ -37,7 +40,10 @@ def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
-    """Return the number of the next request with the same block, for each block of each request."""
+    """Return, for each block of each request, the index of the next request with the same block.
+
+    The index is ``_NEVER`` if no later request has the block.
+    """
     upcoming: dict[PageKey, int] = {}
     found: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):
@@ -48,7 +54,7 @@ def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
 
 
 class _Clairvoyant:
-    """Resident pages with their next use. Leaves are in a heap, latest use first."""
+    """A simulated cache that knows the future. A heap contains its leaves, with the latest next use first."""
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
@@ -59,7 +65,11 @@ class _Clairvoyant:
         self._order = 0
 
     def serve(self, keys: Sequence[PageKey], following: Sequence[int]) -> int:
-        """Return the length of the prefix that was found, add all pages, then drop pages until the rest fits."""
+        """Add all pages of a request, then evict pages until the remaining ones fit.
+
+        ``following`` contains the index of the next request that uses each page. Return how many pages of the
+        request's prefix were already cached.
+        """
         hits = 0
         while hits < len(keys) and keys[hits] in self._next:
             hits += 1
@@ -95,11 +105,11 @@ class _Clairvoyant:
 
 
 _VERSION = 1
-"""Version of the rule and of the files; a change of either needs a new one."""
+"""Version of the rule and of the file format. Increment it whenever one of them changes."""
 
 
 def user_folder() -> Path | None:
-    """Return the folder for bounds of the current user, or None without a home."""
+    """Return the folder for files with bounds of the current user, or None if the user has no home directory."""
     try:
         return Path.home() / ".cache" / "tierstore" / "bounds"
     except RuntimeError:
@@ -107,7 +117,10 @@ def user_folder() -> Path | None:
 
 
 class Bounds:
-    """Hit rates of the optimal policy. With ``folder`` None they are kept only in this object."""
+    """Computes bounds and stores them in the files of ``folder``.
+
+    If ``folder`` is None or cannot be written, bounds are kept only in this object.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -115,7 +128,11 @@ class Bounds:
         self._known: dict[tuple[str, int], int] = {}
 
     def rate(self, trace: Trace, pages: int) -> float:
-        """Return prefix-hit tokens divided by tokens requested, over the second half of the trace."""
+        """Return the bound for a trace and a cache of ``pages`` pages.
+
+        It is the number of prefix-hit tokens divided by the number of requested tokens, over the second half of
+        the trace.
+        """
         half = len(trace.requests) // 2
         hits = self._hits(trace, pages, half) * trace.block_tokens
         return hits / max(1, sum(request.tokens for request in trace.requests[half:]))
@@ -171,7 +188,10 @@ def _tree(digest: str, pages: int, hits: int) -> dict[str, object]:
 
 
 def _digest(trace: Trace) -> str:
-    """Return a digest of everything that the bound depends on, and the number of tokens; not of the trace's name."""
+    """Return a digest of all contents of a trace that the bound depends on.
+
+    Token counts and the pattern of repeated blocks are included; names and times are not.
+    """
     told = blake2b(digest_size=16)
     numbers: dict[bytes, int] = {}
     for request in trace.requests:

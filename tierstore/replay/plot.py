@@ -1,11 +1,14 @@
-"""Plot hit rate against capacity, a line per policy and one for the bound. Needs the extra ``plot``."""
+"""Plots hit rate against capacity, with one line for each policy and one for the bound.
+
+This module needs matplotlib, which the extra ``plot`` installs.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from matplotlib.backend_bases import FigureCanvasBase
-from matplotlib.figure import Figure  # no pyplot: it keeps state and wants a display
+from matplotlib.figure import Figure  # not pyplot, because it has global state and may need a display
 
 from tierstore.errors import ConfigError
 
@@ -17,14 +20,18 @@ if TYPE_CHECKING:
 
 
 def require_format(file: Path) -> None:
-    """Raise ConfigError for a suffix that matplotlib does not know."""
+    """Raise ConfigError if matplotlib does not support the suffix of ``file``."""
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if file.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {file} ends in {file.suffix!r}, expected .{', .'.join(known)}")
+        raise ConfigError(f"--plot {file} must end in one of .{', .'.join(known)}, got {file.suffix!r}")
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw one panel per trace. OSError if the file cannot be written."""
+    """Plot the rows, one panel per trace, and write the plot to ``file`` in the format that its suffix names.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = Figure(figsize=(7.5 * len(traces), 4.5), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):

@@ -1,8 +1,9 @@
-"""Simulate one store on a trace, and report a row about it.
+"""Simulation of a store that serves a trace.
 
-Copies are instant and the clock is the trace's; directory, policies and admission are the real ones. Requests run
-one after another: each holds its prefix, puts the missing pages, and releases them. A row is about one trace,
-capacity and policy, next to the hits of a cache that knows the future.
+The simulation uses the real store's ``Directory`` (its bookkeeping), policies and admission. Copies take no time,
+and the current time is that of the trace. Requests run one after another: each leases its cached prefix, puts
+its missing pages, and releases all of them. A ``Row`` contains the results for one trace and setting, and the
+bound from ``bounds``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ _RECORD_HEAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated: pages and eviction order by tier. HBM is one of the tiers.
+    """Parameters of a simulation.
 
-    ``page_nbytes`` is the size of a block of the trace. ``doubling_depth`` is the number of pages before a page
-    that costs twice as much to compute as the first.
+    ``pages`` and ``policies`` are the number of pages and the eviction policy of each tier; HBM must be one of the
+    tiers. ``page_nbytes`` is the size of a page, which is one block of the trace. A page with ``doubling_depth``
+    pages before it costs twice as much to compute as the first page of a sequence. ``admission``,
+    ``daily_writes`` and ``flush_s`` are settings of the NVME tier, as in the store's configuration.
     """
 
     pages: Mapping[Tier, int]
@@ -47,10 +50,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Tokens and hits over the second half of a trace, after the first warmed the tiers up; bytes over all of it.
+    """Result of a replay.
 
-    ``hits`` counts pages by the fastest tier that had them. ``too_long`` counts skipped requests with more pages
-    than HBM.
+    Tokens and hits are counted over the second half of the trace, because the first half fills the tiers. Bytes
+    are counted over the whole trace. ``hits`` is the number of pages found in each tier, where a page counts only
+    for its fastest tier. ``moved`` is the number of bytes copied over each edge. ``too_long`` is the number of
+    requests that were skipped because they have more pages than HBM.
     """
 
     asked_tokens: int
@@ -62,12 +67,12 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Return prefix-hit tokens divided by tokens requested."""
+        """Number of prefix-hit tokens divided by the number of requested tokens."""
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 class Simulation:
-    """A directory with the tables, orders, admission and history that ``assemble`` would give it."""
+    """A simulated store: the bookkeeping, policies, admission and history of a real store, without page bytes."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -100,7 +105,7 @@ class Simulation:
         )
 
     def serve(self, request: Request) -> list[Tier]:
-        """Run one request. Returns the tiers in which the pages of its prefix were found."""
+        """Run one request. Return the tier in which each page of its cached prefix was found, in order."""
         directory, keys, now = self.directory, request.keys, request.at
         self._run(now)
         lease = directory.leases.begin(keys, None, None, exact=False)
@@ -130,14 +135,14 @@ class Simulation:
         self.directory.owned.free(duplicates)
 
     def _make_room(self, pages: int, now: float) -> bool:
-        """Save or drop pages that are in the way. Returns whether anything changed."""
+        """Save or evict pages to free ``pages`` slots in HBM. Return whether at least one slot became free."""
         before = self.directory.space.room(Tier.HBM)
         self.directory.want_slots(pages, now)
         self._run(now)
         return self.directory.space.room(Tier.HBM) > before
 
     def _run(self, now: float) -> None:
-        """Carry out every copy at once, until no further one follows."""
+        """Acknowledge pending copies as complete, and then the copies that follow from them, until none is left."""
         directory, more = self.directory, True
         while more:
             acks = [self._ack(c) for c in directory.take_commands() if isinstance(c, Transfer)]
@@ -149,16 +154,19 @@ class Simulation:
 
     @property
     def nvme_written(self) -> int:
-        """Return the bytes of records written to NVMe."""
+        """Number of bytes written to NVMe so far, including the heads of records."""
         return self.directory.admission.budget.total
 
     def moved(self) -> dict[str, int]:
-        """Return the payload bytes copied, by edge."""
+        """Return the number of bytes copied over each edge so far."""
         return {edge: int(nbytes) for edge, nbytes in self._metrics.snapshot()["transfer_bytes"].items()}
 
 
 def replay(trace: Trace, setting: Setting, step: Callable[[int], None]) -> Outcome:
-    """Run the whole trace through a new simulation. ``step`` is called with the number of pages of each request."""
+    """Run the whole trace through a new simulation.
+
+    After each request, ``step`` is called with the number of its pages.
+    """
     simulation, half = Simulation(setting), len(trace.requests) // 2
     hits: Counter[Tier] = Counter()
     asked = hit = too_long = 0
@@ -178,12 +186,14 @@ def replay(trace: Trace, setting: Setting, step: Callable[[int], None]) -> Outco
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Rates are prefix-hit tokens divided by tokens requested, over the second half of the trace; bytes are over all
-    of it.
+    """Results of replaying one trace with one setting.
 
-    ``capacity_bytes`` adds up all tiers, for the bound as well. ``too_long`` counts skipped requests with more
-    pages than HBM; the bound serves them. ``seconds`` is the wall time of this row's replay without the bound, and
-    ``pages_per_second`` the pages requested in the whole trace divided by it.
+    ``hit_rate`` is the number of prefix-hit tokens divided by the number of requested tokens, over the second half
+    of the trace. ``optimal_hit_rate`` is the same for the bound, a cache with the capacity of all tiers together
+    (``capacity_bytes``) that knows the future. Bytes are counted over the whole trace. ``too_long`` is the number
+    of requests that the replay skipped because they have more pages than HBM; the bound includes them.
+    ``seconds`` is the elapsed time of the replay, not including that of computing the bound. ``pages_per_second``
+    is the number of pages requested in the whole trace, divided by ``seconds``.
     """
 
     trace: str
@@ -202,7 +212,10 @@ class Row:
 
 
 def row(trace: Trace, setting: Setting, bounds: Bounds, step: Callable[[int], None]) -> Row:
-    """Replay the trace and return its row. ``step`` is called with the number of pages of each request."""
+    """Replay the trace and return its row.
+
+    After each request, ``step`` is called with the number of its pages.
+    """
     began = perf_counter()
     outcome = replay(trace, setting, step)
     seconds = perf_counter() - began

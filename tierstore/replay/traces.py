@@ -1,9 +1,12 @@
-"""Read public traces. A request has a time, a number of tokens, and the keys of its full blocks.
+"""Readers for two formats of public request traces.
 
-Mooncake (``*.jsonl``): one request per line; ``hash_ids`` of 512 tokens stand for the whole prefix. kv-cache-tester
-(``*.json``): one session per file; ``hash_ids`` are numbers within the session, and the sessions of a folder are
-interleaved by time. One block is one page. The last block of a request is left out unless it is full, as it can
-never be reused.
+- Mooncake (``*.jsonl``): Each line is a request. Each entry of ``hash_ids`` stands for a block of 512 tokens and
+  everything before it.
+- kv-cache-tester (``*.json``): Each file is a session. ``hash_ids`` are the numbers of blocks within the
+  session. The sessions in a folder form one trace, in which their requests are ordered by time.
+
+One block of a trace is one page. The last block of a request is left out unless it is full, because a partially
+filled page is never stored.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ _MOST_SAID = 40
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``at`` is in seconds from the start, ``tokens`` is the length of the prompt, ``keys`` are its full blocks in
-    order.
+    """A request in a trace.
 
-    ``output_tokens`` is the length of the answer, 0 if the trace does not say.
+    ``at`` is the time of arrival in seconds since the start of the trace. ``tokens`` is the length of the prompt,
+    and ``keys`` are the keys of its full blocks in order. ``output_tokens`` is the length of the answer in
+    tokens, or 0 if the trace does not contain it.
     """
 
     at: float
@@ -42,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order in which they came, with blocks of ``block_tokens``."""
+    """A trace: its requests in the order of arrival. A block has ``block_tokens`` tokens."""
 
     name: str
     block_tokens: int
@@ -50,11 +54,13 @@ class Trace:
 
 
 def read_traces(files: Sequence[Path]) -> list[Trace]:
-    """Read traces: each ``.jsonl`` file is one, the ``.json`` files of a folder are one, interleaved by time.
+    """Read traces from files.
+
+    Each ``.jsonl`` file is one trace. All ``.json`` files in the same folder together are one trace.
 
     Raises:
-        ConfigError: A file is not a trace. The message names the file, the line or request, and what was expected
-            there.
+        ConfigError: A file is not a trace. The message names the file, the line or request, and what was
+            expected there.
     """
     strange = [file for file in files if file.suffix not in (".jsonl", ".json")]
     if strange:
@@ -70,7 +76,7 @@ def read_traces(files: Sequence[Path]) -> list[Trace]:
 
 
 class _Chain:
-    """Keys of blocks by their place in a tree of prefixes."""
+    """Computes the keys of blocks. Equal blocks after equal prefixes have equal keys; all other keys differ."""
 
     def __init__(self, name: str) -> None:
         self._root = PageKey(
@@ -79,7 +85,7 @@ class _Chain:
         self._keys: dict[tuple[PageKey, int], PageKey] = {}
 
     def keys(self, blocks: Sequence[int]) -> tuple[PageKey, ...]:
-        """Return a key for each block, of the block and all before it."""
+        """Return a key for each block. It identifies the block together with all blocks before it."""
         key, found = self._root, []
         for block in blocks:
             place = (key, block)
@@ -120,7 +126,8 @@ def _sessions(name: str, files: Sequence[Path]) -> Trace:
     if len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise ConfigError(
-            f"{second}: block_size is {other}, but {one} in {first}; the sessions of a folder must share one"
+            f"{second}: block_size is {other}, but {one} in {first}; all sessions in a folder must have the same "
+            "block_size"
         )
     if not requests:
         raise ConfigError(f"{files[0]} has no requests, expected a session with at least one")
@@ -171,10 +178,10 @@ def _object(where: str, text: str) -> dict[str, Any]:
         line = where if text.count("\n") == 0 else f"{where}:{error.lineno}"
         near = _short(text[error.pos : error.pos + 20])
         raise ConfigError(
-            f"{line} is not JSON: {error.msg} at column {error.colno}, {near}; expected an object"
+            f"{line} is not valid JSON ({error.msg} at column {error.colno}, near {near}), expected a JSON object"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}; expected an object") from error
+        raise ConfigError(f"{where} is not valid JSON ({error}), expected a JSON object") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is {_short(found)}, expected an object")
     return found
@@ -188,18 +195,18 @@ def _count(where: str, row: Mapping[str, object], name: str, least: int) -> int:
 
 
 def _blocks(where: str, row: Mapping[str, object], full: int) -> list[int]:
-    """Return the ids of the full blocks."""
+    """Return the IDs of a request's ``full`` full blocks. Raises ConfigError if ``hash_ids`` is invalid."""
     ids = row.get("hash_ids")
     if not isinstance(ids, list):
         raise ConfigError(f"{where}: hash_ids {_found(row, 'hash_ids')}, expected a list of whole numbers")
     for place, block in enumerate(ids):
         if type(block) is not int or not -(1 << 63) <= block < 1 << 63:
             raise ConfigError(
-                f"{where}: hash_ids[{place}] is {_short(block)}, expected a whole number of 64 bits"
+                f"{where}: hash_ids[{place}] is {_short(block)}, expected a signed 64-bit whole number"
             )
     if len(ids) < full:
         raise ConfigError(
-            f"{where}: hash_ids has {len(ids)} ids, expected one for each of {full} full blocks"
+            f"{where}: hash_ids has {len(ids)} IDs, expected at least {full}, one for each full block"
         )
     return ids[:full]
 

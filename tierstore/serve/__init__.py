@@ -1,7 +1,8 @@
-"""The HTTP server: answers over long prompts and documents, with K/V in the store's tiers.
+"""HTTP server: answers questions about long prompts and documents, with K/V kept in the store's tiers.
 
-The engine: ``request`` has the plain values of requests and events, ``model`` the model and its tokenizer, ``sampling``
-chooses and decodes tokens, ``metrics`` counts, ``engine`` is the thread that computes. HTTP: ``documents`` stores texts
-and has them read into the store, ``auth`` checks keys and hosts, ``schemas`` defines requests, ``errors`` maps errors
-to responses, ``stream`` sends answers, ``routes`` has the endpoints, ``app`` puts everything together.
+Engine modules: ``request`` defines the plain data types of requests and events, ``model`` loads the model and
+its tokenizer, ``sampling`` chooses and decodes tokens, ``metrics`` defines the Prometheus metrics, and
+``engine`` contains the thread that runs the model. HTTP modules: ``documents`` stores texts and lets the engine
+read them, ``auth`` checks keys and host names, ``schemas`` validates requests, ``errors`` converts exceptions
+to responses, ``stream`` sends answers, ``routes`` defines the endpoints, and ``app`` builds the application.
 """

@@ -1,4 +1,4 @@
-"""The server's application, and the process that runs it."""
+"""The ASGI application of the HTTP server, and the uvicorn server that runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from importlib.resources import files
 from socket import socket
-from threading import Thread
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,12 +22,17 @@ from tierstore.serve.errors import answer_faults
 from tierstore.serve.model import Reader
 from tierstore.serve.routes import completion_routes, document_routes
 from tierstore.store import TierStore
+from tierstore.threads import Worker
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""Host names that a browser on this machine may use. A web page's own name that points here is refused."""
+"""Host names under which a browser on this machine reaches the server.
+
+Requests with any other Host header are rejected. Otherwise a website could make its own name resolve to this
+machine, and its scripts could use the server (DNS rebinding).
+"""
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _GRACE_S = 5
-"""Seconds that clients have to read the end of their answers when the server ends."""
+"""Time in seconds that clients have at shutdown to receive the end of their answers."""
 
 
 def make_app(
@@ -40,18 +44,24 @@ def make_app(
     *,
     hosts: tuple[str, ...] = ("*",),
 ) -> FastAPI:
-    """Build the application over an engine that runs.
+    """Create the application for a running engine.
+
+    At startup, the application starts a thread that looks up which documents are in the store. At shutdown, it
+    stops this thread; the caller closes the engine and the store.
 
     Args:
-        hosts: Host names that requests may address; ``*`` for any.
-
-    Closes nothing but what it started itself.
+        reader: The model and its tokenizer.
+        engine: The engine, already running.
+        store: The store that the engine uses.
+        library: The documents of all tenants.
+        tenants: The tenants that may use the server, with the digests of their keys.
+        hosts: Accepted values of the Host header, without the port. ``*`` accepts any.
     """
     readings = Readings(library, reader, engine, store)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
-        thread = Thread(target=readings.recall, name="tierstore-recall", daemon=True)
+        thread = Worker(readings.recall, name="tierstore-recall")
         thread.start()
         yield
         readings.close()
@@ -81,12 +91,15 @@ def _add_own_routes(app: FastAPI, engine: Engine, store: TierStore) -> None:
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        store.stats()  # also updates what is measured on demand
+        store.stats()  # updates the metrics that are measured only on demand
         return PlainTextResponse(store.metrics.text() + engine.figures.text(), media_type=_PROMETHEUS)
 
 
 def _policy(page: str) -> str:
-    """Allow only the page's own script and style, by digest, and requests to this server."""
+    """Return the value of the Content-Security-Policy header for the page.
+
+    The policy allows the page's own script and style, by digest, and requests to this server only.
+    """
 
     def digest(tag: str) -> str:
         inside = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -100,13 +113,19 @@ def _policy(page: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """The server of one process.
+    """The uvicorn server.
 
-    When told to end, it closes the engine first, so that running answers end with an error.
+    At shutdown, it closes the engine first, so that answers in progress end with an error message.
     """
 
     def __init__(self, app: FastAPI, engine: Engine, listening: Callable[[], None]) -> None:
-        """``listening`` is called once, when the server accepts requests."""
+        """Configure the server.
+
+        Args:
+            app: The application.
+            engine: The engine, which the server closes at shutdown.
+            listening: Called once, as soon as the server accepts connections.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -120,14 +139,17 @@ class Server(uvicorn.Server):
         self._engine, self._listening = engine, listening
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Start uvicorn and call ``listening``."""
+        """Start uvicorn, and call ``listening`` if that succeeded."""
         await super().startup(sockets)
         if self.started:
             self._listening()
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Close the engine, then uvicorn. A second request to end waits for no client, but ends as cleanly."""
+        """Close the engine, then shut down uvicorn.
+
+        After a second Ctrl+C, uvicorn does not wait for clients. The application is still shut down cleanly.
+        """
         await run_in_threadpool(self._engine.close)
         await super().shutdown(sockets)
-        if self.force_exit:  # otherwise uvicorn would tear the application down with a traceback
+        if self.force_exit:  # uvicorn skips this step then, and the application would end with a traceback
             await self.lifespan.shutdown()

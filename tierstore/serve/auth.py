@@ -1,8 +1,8 @@
-"""Tenants, and the checks that every request passes: key, size, host name, and one line in the log.
+"""Tenants, the checks that every request must pass (key, body size, host name), and the access log.
 
-A file of tenants is YAML, ``tenants: {name: [SHA-256 of a key in hex, ...]}``; only digests of keys are kept. A
-tenant's name is part of every key of its pages, so tenants share nothing. The log never contains the content of a
-request.
+A tenants file is YAML: ``tenants: {name: [SHA-256 of a key in hex, ...]}``. It holds digests, not the keys
+themselves. The name of a tenant is part of all its page keys, so tenants never share pages. The access log
+never contains the body of a request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tierstore.errors import ConfigError
 from tierstore.serve.errors import fault
+from tierstore.types import exact_size
 
 ALONE = ""
-"""The only tenant of a server without keys."""
+"""Name of the only tenant of a server that requires no keys."""
 
 _ALLOWED = "tenants: {name: [the SHA-256 of a key, 64 hex digits, ...], ...}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -34,46 +35,68 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Tenants:
-    """Tenants by their keys. Without keys, all clients are one tenant. Immutable and thread-safe."""
+    """The tenants and the digests of their keys. Immutable and thread-safe.
+
+    If the server requires no keys, all clients belong to the tenant ``ALONE``.
+    """
 
     def __init__(self, tenants: Mapping[str, list[str]] | None = None) -> None:
-        """``tenants`` has the digests of keys by name; with None, no key is needed. Raises ConfigError."""
+        """Check the names and the digests of the tenants.
+
+        Args:
+            tenants: For each tenant's name, the SHA-256 digests of its keys in hex. None if clients need no key.
+
+        Raises:
+            ConfigError: A name or a digest is invalid, or a digest occurs twice.
+        """
         self._names = {} if tenants is None else _names(tenants)
         self.open = tenants is None
 
     @classmethod
     def load(cls, file: Path) -> Tenants:
-        """Load a file of tenants. ConfigError names what is wrong and never shows a digest."""
+        """Load the tenants from a YAML file.
+
+        Raises:
+            ConfigError: The file cannot be read or is invalid. The message never contains a digest.
+        """
         try:
             tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
         except OSError as error:
             raise ConfigError(f"--keys {file}: cannot read the YAML file: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"--keys {file}: is not YAML, or repeats a key; expected {_ALLOWED}") from error
+            raise ConfigError(
+                f"--keys {file} is not valid YAML, or uses a name twice; expected {_ALLOWED}"
+            ) from error
         found = tree.get("tenants") if isinstance(tree, dict) and len(tree) == 1 else None
         if not isinstance(found, dict) or not found:
-            raise ConfigError(f"--keys {file}: no tenants; expected {_ALLOWED}")
+            raise ConfigError(f"--keys {file} contains no tenants; expected {_ALLOWED}")
         try:
             return cls(found)
         except ConfigError as error:
             raise ConfigError(f"--keys {file}: {error}") from error
 
     def of(self, authorization: str | None) -> str | None:
-        """Return the tenant whose key an ``Authorization`` header carries, or None."""
+        """Return the name of the tenant whose key an ``Authorization`` header contains.
+
+        Return None if the header is missing, is not of the form ``Bearer KEY``, or has an unknown key.
+        """
         if self.open:
             return ALONE
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
         given, found = sha256(key.strip().encode()).hexdigest(), None
-        for digest, name in self._names.items():  # compares with every key, so that timing reveals nothing
+        for digest, name in self._names.items():  # checks all digests, so that the time reveals nothing
             if compare_digest(digest, given):
                 found = name
         return found
 
 
 class _Loader(yaml.BaseLoader):
-    """Keep every scalar as text, also a digest of digits only; refuse repeated keys."""
+    """A YAML loader that reads every scalar as a string and rejects a mapping that repeats a key.
+
+    A digest without letters is therefore not read as a number.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -83,20 +106,29 @@ class _Loader(yaml.BaseLoader):
 
 
 def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the tenants by the digest of a key."""
+    """Return a dict from each key's digest, in lower case, to the tenant's name.
+
+    Raises ConfigError if a name or a key is invalid, or if two entries have the same key.
+    """
     names: dict[str, str] = {}
     for name, digests in tenants.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"the name of a tenant must be 1 to 64 of A-Z a-z 0-9 . _ -, got {name!r:.80}")
+            raise ConfigError(
+                f"the name of a tenant must be 1 to 64 characters from A-Z a-z 0-9 . _ - and start with a letter or "
+                f"digit, got {name!r:.80}"
+            )
         if not isinstance(digests, list) or not digests:
             raise ConfigError(f"tenant {name} has no list of keys; expected {_ALLOWED}")
         for digest in digests:
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
                 raise ConfigError(
-                    f"tenant {name} has a key that is not a SHA-256 in hex; expected {_ALLOWED}"
+                    f"tenant {name} has a key that is not a SHA-256 digest in hex; expected {_ALLOWED}"
                 )
             if digest.lower() in names:
-                raise ConfigError(f"tenant {name} has a key that {names[digest.lower()]} has as well")
+                raise ConfigError(
+                    f"tenant {name} has a key that tenant {names[digest.lower()]} also has; "
+                    "each key must occur only once"
+                )
             names[digest.lower()] = name
     return names
 
@@ -104,20 +136,21 @@ def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
 log = logging.getLogger("tierstore.serve")
 
 MAX_BODY = 16 << 20
-"""Most bytes of a request: about four million tokens, more than models can read."""
+"""Maximum size of a request body in bytes. 16 MiB of text are about four million tokens."""
 
 
 class Gate:
-    """Middleware that lets only tenants use ``/v1`` and stores the tenant in ``request.state.tenant``.
+    """Middleware that checks the key and the body size of each request and writes the access log.
 
-    It checks the key before it reads the body.
+    Requests to ``/v1`` need a tenant's key. It is checked before the body is read, and the tenant's name is
+    stored in ``request.state.tenant``. A body of more than ``max_body`` bytes is rejected with status 413.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, max_body: int = MAX_BODY) -> None:
         self._app, self._tenants, self._max_body = app, tenants, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle one request, and log its method, path, status and duration."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -132,7 +165,7 @@ class Gate:
         try:
             await self._admit(scope, receive, sent)
         finally:
-            # The raw path: decoded line breaks would forge lines of the log.
+            # Log the raw path: a decoded path may contain line breaks, with which a client could forge log lines.
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
             log.info("%s %s %d %.3f s", scope["method"], path, status, perf_counter() - began)
 
@@ -158,10 +191,13 @@ class Gate:
 
     @property
     def _too_large(self) -> str:
-        return f"the body must be at most {self._max_body} bytes"
+        return f"the body must be at most {exact_size(self._max_body)}"
 
     def _counted(self, receive: Receive) -> Receive:
-        """Return a ``receive`` that limits a body without an announced length."""
+        """Wrap ``receive`` to raise HTTPException 413 once the body exceeds the limit.
+
+        This also limits bodies that have no Content-Length header.
+        """
         got = 0
 
         async def counted() -> Message:
@@ -176,16 +212,17 @@ class Gate:
 
 
 class Hosts:
-    """Middleware that accepts only requests for these host names; ``*`` accepts any.
+    """Middleware that accepts only requests whose Host header is one of ``hosts``. ``*`` accepts any.
 
-    Starlette's own middleware answers other requests without JSON and without the list of names.
+    It differs from Starlette's ``TrustedHostMiddleware`` only in its error response, which is JSON and lists
+    the accepted names.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app, self._hosts = app, tuple(dict.fromkeys(hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass one request on, or reject it with status 400."""
         if await self._passes(scope, receive):
             await self._app(scope, receive, send)
             return

@@ -1,7 +1,7 @@
-"""The texts of documents by tenant, and the state of their reading into the store.
+"""The documents of each tenant, and the progress of reading them into the store.
 
-Texts are kept in memory, and in a folder if they are to survive a restart. The model reads each document once;
-after a restart the store finds its pages again.
+Texts are kept in memory and, if a directory is given, also in files, so that they survive a restart. The model
+reads each document once. After a restart, the pages that are still in the store are used again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _ID = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and its name. ``id`` is a digest of tenant and text: the same text twice is the same document."""
+    """A named text that belongs to a tenant.
+
+    The ID depends only on the tenant and the text. A tenant that adds the same text twice gets the same document.
+    """
 
     tenant: str
     name: str
@@ -45,27 +48,32 @@ class Document:
 
     @property
     def id(self) -> str:
-        """Return 32 hex digits that reveal nothing about the text."""
+        """Return the document's ID: the first 32 hex digits of a SHA-256 of tenant and text."""
         tenant, text = self.tenant.encode(), self.text.encode()
         return sha256(len(tenant).to_bytes(8, "big") + tenant + text).hexdigest()[:32]
 
 
 class Library:
-    """Documents by tenant and id, thread-safe. With a folder, a document exists once its file is complete.
+    """The documents of all tenants, found by tenant and ID. Thread-safe.
 
-    ``add`` and ``remove`` wait for the disk; other calls never do.
+    If the library has a directory, a document exists as soon as its file has been written completely. ``add``,
+    ``remove`` and ``removing`` wait for the disk; other calls do not.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Read the folder, or create it for this user alone.
+        """Load all documents from ``folder``.
 
-        Damaged files and files of other programs are ignored and named in the log; unfinished writes are removed.
+        If the directory is missing, it is created so that no other user can access it. JSON files that are damaged
+        or come from other programs are logged and ignored. Files that an interrupted write left behind are deleted.
+
+        Args:
+            folder: The directory, or None to keep documents in memory only.
 
         Raises:
-            ConfigError: The folder cannot be read or created.
+            ConfigError: The directory cannot be created, read or written.
         """
         self._folder = folder
-        # Held during disk I/O. Methods that only look up documents read the dict without it.
+        # Held while files are written or deleted. Methods that only look up documents do not take this lock.
         self._writing = Lock()
         self._documents: dict[tuple[str, str], Document] = {}
         if folder is None:
@@ -73,7 +81,7 @@ class Library:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in folder.glob(f"*{_PART}"):
-                if _ID.fullmatch(unfinished.stem):  # browsers name unfinished downloads like this, too
+                if _ID.fullmatch(unfinished.stem):  # spares other .part files, such as a browser's downloads
                     unfinished.unlink()
             files = sorted(folder.glob(f"*{_SUFFIX}"))
         except OSError as error:
@@ -86,7 +94,13 @@ class Library:
                 self._documents[document.tenant, document.id] = document
 
     def add(self, document: Document) -> Document:
-        """Store a document and return it. An existing document keeps its name. OSError: nothing is stored."""
+        """Store a document and return it.
+
+        If the tenant already has a document with the same text, return that one, under its old name.
+
+        Raises:
+            OSError: The file cannot be written. The document is not stored.
+        """
         with self._writing:
             place = (document.tenant, document.id)
             if place not in self._documents:
@@ -95,23 +109,30 @@ class Library:
                 self._documents[place] = document
             return self._documents[place]
 
-    def get(self, tenant: str, id: str) -> Document | None:  # noqa: A002 - what it is called
-        """Return the tenant's document, or None."""
+    def get(self, tenant: str, id: str) -> Document | None:  # noqa: A002 - the API's name for it
+        """Return the tenant's document with this ID, or None if the tenant has no such document."""
         return self._documents.get((tenant, id))
 
     def all(self, tenant: str | None = None) -> list[Document]:
-        """Return the documents of a tenant, or of all tenants, sorted by name."""
+        """Return the documents of ``tenant``, or those of all tenants if it is None, sorted by name."""
         found = [d for d in list(self._documents.values()) if tenant in (None, d.tenant)]
         return sorted(found, key=lambda document: (document.name, document.id))
 
     def remove(self, document: Document) -> None:
-        """Remove a document, also from the disk. After an OSError it still exists."""
+        """Remove a document and its file.
+
+        Raises:
+            OSError: The file cannot be deleted. The document still exists.
+        """
         with self.removing(document):
             pass
 
     @contextmanager
     def removing(self, document: Document) -> Iterator[None]:
-        """Remove a document at once, and its file at the end of the context. An error restores it."""
+        """Return a context manager that removes a document on entry and deletes its file on exit.
+
+        If the block or the deletion raises an exception, the document is put back.
+        """
         place = (document.tenant, document.id)
         found = self._documents.pop(place, None)
         try:
@@ -127,7 +148,7 @@ class Library:
 
 
 def _write(file: Path, document: Document) -> None:
-    """Write a file completely or not at all, readable by this user only."""
+    """Write a document to a file, atomically and durably, with access for this user only."""
     part = file.with_suffix(_PART)
     fields = asdict(document) | {"digest": _digest(document)}
     try:
@@ -155,34 +176,42 @@ def _sync(folder: Path) -> None:
 
 
 def _read(file: Path) -> Document | None:
-    """Read a file, or return None unless name and digest show that it is complete and ours."""
+    """Load a document from a file. If the file is not a valid document, log a warning and return None."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         document = Document(str(fields["tenant"]), str(fields["name"]), str(fields["text"]))
         if file.stem == document.id and fields["digest"] == _digest(document):
             return document
-        why = "is not the text that was written"
+        why = "does not match its name and digest"
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        why = "is not a document"
-    _log.warning("%s %s; ignoring it", file, why)
+        why = "is not a document that this server wrote"
+    _log.warning("ignoring a file in the documents folder: %s %s", file, why)
     return None
 
 
 State = Literal["waiting", "reading", "ready", "failed"]
-"""``waiting``: queued, or not read until a question is asked. ``ready``: all pages were in the store."""
+"""The state of a document.
+
+``waiting``: the document is queued, or it will be read when the next question about it is asked. ``reading``:
+the engine is reading it. ``ready``: all its pages were in the store when that was last checked. ``failed``:
+the engine could not read it.
+"""
 
 
 class NotErasedError(Exception):
-    """Pages of a document could not be erased from the disk, so a restart could bring them back."""
+    """Pages of a document could not be erased from disk, so they might be found again after a restart."""
 
 
 class Reading:
-    """Tokens of a document and state of its reading. The engine calls ``tell``; the rest is thread-safe."""
+    """The tokens and page keys of a document, and the progress of reading it into the store.
+
+    Only the engine's thread calls ``tell``. All other methods are thread-safe.
+    """
 
     def __init__(self, tokens: Sequence[int], keys: Sequence[PageKey]) -> None:
-        self.tokens = array("I", tokens)  # 4 bytes per token, where a list takes 36
+        self.tokens = array("I", tokens)  # 4 bytes per token; a list of ints would take 36
         self.keys = keys
         self.state: State = "waiting"
         self.read = 0
@@ -192,20 +221,23 @@ class Reading:
 
     @property
     def under_way(self) -> bool:
-        """Return whether the engine is reading the document, or has queued it."""
+        """Return whether the engine has the document in its queue or is reading it."""
         return self._ended is not None and not self._ended.done()
 
     def begin(self, engine: Engine, salt: bytes) -> None:
-        """Submit the document to the engine. Raises what ``submit`` raises, and then changes nothing."""
+        """Submit the document to the engine, which reads it without generating an answer.
+
+        Raises the exceptions of ``Engine.submit``. If it raises one, ``under_way`` is False afterwards.
+        """
         self._ended = Future()
         try:
             self._ticket = engine.submit(Ask(prompt=tuple(self.tokens), max_tokens=0, salt=salt), self.tell)
         except BaseException:
-            self._end()  # a caller may be waiting for it already
+            self._end()  # wakes callers of ended() that are already waiting
             raise
 
     def tell(self, event: Event) -> None:
-        """Receive an event of the engine."""
+        """Update the progress from an event of the engine."""
         match event:
             case Read(tokens):
                 self.state, self.read = "reading", tokens
@@ -217,24 +249,27 @@ class Reading:
                 self._end()
 
     def is_ready(self) -> None:
-        """Note that all of the document is in the store, for example because a question had it read."""
+        """Set the state to ``ready``: the whole document is in the store."""
         self.state, self.read, self.why = "ready", len(self.tokens), None
 
     def cancel(self) -> None:
-        """Stop reading. When this returns, no page of it is being put into the store any more. Idempotent."""
+        """Cancel reading, and wait up to 30 s until the engine stores no more of the pages. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket.wait()
         self._end()
 
     async def ended(self) -> None:
-        """Wait until the engine has read it, has failed or was stopped. Returns at once if it has not begun."""
+        """Wait until the engine has read the document or failed to, or until reading is cancelled.
+
+        Return at once if the document was never submitted.
+        """
         if self._ended is not None:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def _end(self) -> None:
         if self._ended is not None:
-            with suppress(InvalidStateError):  # the engine's thread and a caller that cancels may race here
+            with suppress(InvalidStateError):  # the engine's thread and cancel() may both get here
                 self._ended.set_result(None)
 
 
@@ -242,33 +277,41 @@ class Question(Protocol):
     """A question about a document that the engine is answering."""
 
     def withdraw(self) -> None:
-        """Make the question end with an error soon."""
+        """Cancel the question, so that its client receives an error. Does not wait."""
 
     def wait(self) -> None:
-        """Wait until no page of it is being put into the store any more."""
+        """Wait until the engine has finished the question and stores no more of its pages."""
 
 
 class Readings:
-    """The documents of a library and the state of their reading. Thread-safe; most calls may take seconds."""
+    """The documents in a library and the progress of reading them into the store.
+
+    Thread-safe. Most calls may block for seconds, because they tokenize text or wait for the disk.
+    """
 
     def __init__(self, library: Library, reader: Reader, engine: Engine, store: TierStore) -> None:
         self._library, self._reader, self._engine, self._store = library, reader, engine, store
-        # Serializes adding and removing documents. Methods that only look up read the dict without it.
+        # Held while documents are added or removed. Methods that only look up documents do not take this lock.
         self._changing = Lock()
         self._known: dict[tuple[str, str], Reading] = {}
         self._questions: dict[tuple[str, str], WeakSet[Question]] = {}
-        self._asking = Lock()  # guards the questions
+        self._asking = Lock()  # guards _questions
         self._closing = Flag()
 
     def add(self, tenant: str, name: str, text: str) -> tuple[Document, Reading]:
-        """Store a document and have the engine read it, unless it is stored and its pages are in the store.
+        """Store a document. Submit it to the engine unless all its pages are in the store or it is being read.
 
-        Raises what ``submit`` raises, and OSError if it cannot be stored; then nothing changes.
+        Returns:
+            The document and the progress of reading it.
+
+        Raises:
+            RefusedError, BusyError, StoreClosed: See ``Engine.submit``. A new document is not stored.
+            OSError: The file cannot be written. The document is not stored.
         """
         document = Document(tenant, name, text)
         reading = self.of(document)
         with self._changing:
-            # Another thread may have added it meanwhile.
+            # Another thread may have added the document since of() was called.
             reading = self._known.get((tenant, document.id), reading)
             new = self._library.get(tenant, document.id) is None
             document = self._library.add(document)
@@ -283,9 +326,9 @@ class Readings:
         return document, reading
 
     def of(self, document: Document) -> Reading:
-        """Return the reading of a document.
+        """Return the tokens of a document and the progress of reading it.
 
-        The first call after a restart tokenizes the text, about a second per megabyte.
+        The first call for a document tokenizes the text, which takes about a second per megabyte.
         """
         known = self.known(document)
         if known is None:
@@ -298,13 +341,14 @@ class Readings:
         return known
 
     def known(self, document: Document) -> Reading | None:
-        """Return the reading of a document, or None if its text has not been tokenized."""
+        """Return the tokens of a document and the progress of reading it, or None if it has not been tokenized."""
         return self._known.get((document.tenant, document.id))
 
     def look(self, reading: Reading) -> int:
-        """Return how many leading pages of the document the store has now.
+        """Return how many pages of the document, counted from its beginning, are in the store.
 
-        If all pages are there, the reading becomes ready: a question may have had the document read.
+        If all pages are in the store and the engine is not reading the document, set the state to ``ready``. The
+        pages may also have been stored while the engine answered a question.
         """
         stored = self._store.match(reading.keys).num_pages
         if stored == len(reading.keys) and not reading.under_way:
@@ -312,13 +356,14 @@ class Readings:
         return stored
 
     def remove(self, document: Document) -> None:
-        """Remove a document and evict its pages, except those shared with the tenant's other documents.
+        """Remove a document and evict its pages, except pages shared with other documents of the tenant.
 
-        Returns once no restart can bring the pages back.
+        If the document is still being read, the read is cancelled. Running questions about it fail. Waits until
+        the pages have been erased from disk, so that they are not found again after a restart.
 
         Raises:
-            NotErasedError: A restart might bring pages back; the document stays.
-            OSError: The file cannot be removed; the document stays.
+            NotErasedError: Some pages could not be erased from disk. The document is kept.
+            OSError: The file cannot be deleted. The document is kept.
         """
         with self._changing:
             reading = self.of(document)
@@ -329,21 +374,28 @@ class Readings:
                 pending = self._store.flush_evictions()
                 if pending:
                     raise NotErasedError(
-                        f"{pending} of its pages cannot be erased from the disk, which refuses writes or hangs; "
+                        f"{pending} of its pages could not be erased, because disk writes fail or hang; "
                         "the store keeps trying: delete the document again later"
                     )
 
     def asked(self, document: Document, reading: Reading, question: Question) -> None:
-        """Register a question that the engine took, so that it ends if the document is or was removed."""
+        """Register a question that the engine has accepted, so that the question fails if the document is removed.
+
+        If the document has already been removed, fail the question now, and evict the document's pages again.
+        """
         with self._asking:
             self._questions.setdefault((document.tenant, document.id), WeakSet()).add(question)
         if self._library.get(document.tenant, document.id) is None:
             with self._changing:
-                if self._library.get(document.tenant, document.id) is None:  # otherwise it was added again
+                # Check again, because the document may have been added anew in the meantime.
+                if self._library.get(document.tenant, document.id) is None:
                     self._evict(document, reading)
 
     def _evict(self, document: Document, reading: Reading) -> None:
-        """Evict the pages of a removed document, after the engine has stopped computing them."""
+        """Fail the questions about a removed document, wait until the engine has ended them, and evict its pages.
+
+        Pages that other documents of the tenant share are kept.
+        """
         with self._asking:
             questions = list(self._questions.pop((document.tenant, document.id), ()))
         for question in questions:
@@ -354,9 +406,9 @@ class Readings:
         self._store.evict([key for key in reading.keys if key not in shared])
 
     def recall(self) -> None:
-        """Find out which pages of every document the store has after a restart.
+        """Tokenize all documents, and look up which of their pages are in the store.
 
-        Runs in a thread of its own and ends at ``close``.
+        The server runs this in a separate thread after a restart. Returns early once ``close`` is called.
         """
         with suppress(StoreClosed):
             for document in self._library.all():
@@ -365,5 +417,5 @@ class Readings:
                 self.of(document)
 
     def close(self) -> None:
-        """End ``recall``."""
+        """Make ``recall`` return after the document it is working on. Does not wait."""
         self._closing.set()

@@ -1,10 +1,11 @@
-"""The thread that owns the model, its queue, and the requests that run on it.
+"""The engine: a queue of requests, and the thread that runs the model for them.
 
-Requests run in turn, one chunk of a prompt or one token of an answer at a time. They start in the order in which
-they came. Waiting requests are hints, so that the prefetcher brings their pages up from disk before they start.
+Requests start in arrival order. Running requests take turns: in each turn, the engine computes one chunk of a
+prompt or one token of an answer. Hints about waiting requests let the prefetcher read the requests' pages from
+disk before the requests start.
 """
 
-# transformers leaves some of its functions untyped:
+# transformers leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from threading import Condition, Thread
+from threading import Condition
 from threading import Event as Flag
 from time import monotonic
 from typing import Any
@@ -23,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefetch import Waiting
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.lease import Lease
+from tierstore.prefetch import Waiting
 from tierstore.serve.metrics import Figures
 from tierstore.serve.model import Reader
 from tierstore.serve.request import (
@@ -44,6 +45,7 @@ from tierstore.serve.request import (
 )
 from tierstore.serve.sampling import Sampler, Spelling
 from tierstore.store import TierStore
+from tierstore.threads import Worker
 from tierstore.types import LeaseState, PageKey, Tier
 
 _numbers = count()
@@ -51,9 +53,10 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that waits or runs. ``pages`` is the largest number of HBM slots that it may need at once.
+    """A waiting or running request.
 
-    ``ended`` is set once the engine holds nothing of it any more.
+    ``pages`` is the maximum number of HBM slots that the request may need at once. ``ended`` is set when the
+    request has finished and the engine has released its pages.
     """
 
     ask: Ask
@@ -61,17 +64,14 @@ class Asked:
     keys: Sequence[PageKey]
     pages: int
     asked_at: float
-    """On the clock of ``monotonic``."""
+    """Time of submission in seconds, as returned by ``time.monotonic``."""
     cancelled: Flag = field(default_factory=Flag)
     ended: Flag = field(default_factory=Flag)
     name: str = field(default_factory=lambda: f"{next(_numbers)}")
 
 
 class Line:
-    """The queue of waiting requests. It hints to an attached prefetcher when each will start.
-
-    For one thread at a time.
-    """
+    """The queue of waiting requests. Sends hints about them to an attached prefetcher. Not thread-safe."""
 
     def __init__(self, store: TierStore) -> None:
         self._line: deque[Asked] = deque()
@@ -81,14 +81,14 @@ class Line:
         return len(self._line)
 
     def add(self, asked: Asked) -> None:
-        """Append a request."""
+        """Append a request, and send the hint about it."""
         self._line.append(asked)
         self._hints.add(asked.name, asked.keys)
 
     def take(self, room: int) -> Asked | None:
-        """Pop the oldest waiting request if it fits in ``room`` HBM pages, else return None.
+        """Pop the oldest waiting request if it fits into ``room`` HBM pages, else return None.
 
-        A later one never overtakes.
+        A later request never overtakes an earlier one.
         """
         if not self._line or self._line[0].pages > room:
             return None
@@ -97,7 +97,7 @@ class Line:
         return asked
 
     def drop_cancelled(self) -> list[Asked]:
-        """Remove and return the cancelled requests."""
+        """Remove and return the cancelled requests, withdraw their hints, and set their ``ended`` flags."""
         found = [asked for asked in self._line if asked.cancelled.is_set()]
         for asked in found:
             self._line.remove(asked)
@@ -106,7 +106,7 @@ class Line:
         return found
 
     def drop_all(self) -> list[Asked]:
-        """Remove and return all requests."""
+        """Remove and return all requests, and withdraw their hints. Call this last, when the engine ends."""
         found = list(self._line)
         self._line.clear()
         self._hints.close()
@@ -114,30 +114,29 @@ class Line:
 
 
 class Coming:
-    """A lease on the pages of a request that are on disk, if any.
+    """A lease on the cached pages of a request, taken only if at least one of them is on disk.
 
-    Pages in host memory are loaded layer by layer later.
-
-    For one thread at a time. ``close`` releases the pages.
+    If all are in host memory or HBM, no lease is taken; the request's cache loads these pages later, layer by
+    layer. Call ``close`` to release the lease. Not thread-safe.
     """
 
     def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
-        """Start to load the pages from disk, without waiting."""
+        """Start loading the cached prefix of ``keys`` if a part of it is on disk. Does not wait."""
         on_disk = any(not store.tiers[tier].in_memory for tier in set(store.match(keys).tiers))
         self._lease: Lease | None = store.acquire(keys) if on_disk else None
 
     @property
     def here(self) -> bool:
-        """Return whether every page that can be loaded has arrived. Missing pages are recomputed."""
+        """Return whether the lease is no longer loading pages. Pages that could not be loaded are recomputed."""
         return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
 
     def origins(self, page_size: int) -> Counter[Tier]:
-        """Return the number of tokens in the pages that arrived, by the tier in which they were found."""
+        """Return how many tokens of the leased pages were found in each tier."""
         found = Counter(self._lease.tiers) if self._lease is not None else Counter[Tier]()
         return Counter({tier: count * page_size for tier, count in found.items()})
 
     def close(self) -> None:
-        """Release the pages. Idempotent."""
+        """Release the lease, if any. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
             with suppress(StoreClosed):
@@ -145,11 +144,14 @@ class Coming:
 
 
 _ROOM_S = 0.1
-"""Seconds that a request waits for HBM pages that are being saved. All other answers wait meanwhile."""
+"""Maximum time in seconds that a request waits for HBM pages to be saved, so that their slots become free.
+
+It is short because the engine's thread waits, so all other requests wait too.
+"""
 
 
 class Running:
-    """A request that has started. Only the engine's thread uses it; ``close`` releases what it holds."""
+    """A request that has started. Only the engine's thread may use it. Call ``close`` to release its pages."""
 
     def __init__(
         self,
@@ -162,7 +164,17 @@ class Running:
         asked_at: float,
         chunk: int,
     ) -> None:
-        """Start to load the stored prefix. ``asked_at`` is on the clock of ``monotonic``."""
+        """Start loading the cached pages of the prompt from disk, if any. Does not wait.
+
+        Args:
+            reader: The model and its tokenizer.
+            store: The store.
+            ask: The request.
+            keys: The page keys of the prompt.
+            tell: Called with each event.
+            asked_at: Time of submission in seconds, as returned by ``time.monotonic``.
+            chunk: Maximum number of prompt tokens computed per step.
+        """
         self._reader, self._store, self._ask, self._tell, self._chunk = reader, store, ask, tell, chunk
         self._asked_at, self._began_at = asked_at, monotonic()
         self._first_at: float | None = None
@@ -178,11 +190,17 @@ class Running:
 
     @property
     def waits(self) -> bool:
-        """Return whether a step has nothing to do yet, because pages are being read from disk."""
+        """Return whether the request is still waiting for pages that are being read from disk."""
         return self._cache is None and not self._coming.here
 
     def step(self) -> Usage | None:
-        """Compute one chunk of the prompt or one token of the answer. Returns the usage once the answer is complete."""
+        """Compute one chunk of the prompt or one token of the answer, and report the progress as events.
+
+        Does nothing while ``waits`` is true.
+
+        Returns:
+            The usage if the request is complete, else None.
+        """
         if self.waits:
             return None
         there = (self._cache or self._open()).get_seq_length()
@@ -192,15 +210,18 @@ class Running:
             return self._go_on(self._tokens[-1:])
 
     def close(self) -> None:
-        """Release the request. Full pages stay in the store. Idempotent."""
+        """Release the request's pages. Full pages stay in the store as cached pages. Idempotent."""
         self._coming.close()
         if self._cache is not None:
             self._cache.close()
 
     def _open(self) -> TierStoreCache:
-        """Open a cache over the pages that arrived from disk and those that host memory and HBM hold."""
+        """Create the request's cache with the stored pages of the prompt, and release the lease that loaded them.
+
+        Tokens that the lease loaded from disk are counted for the tier in which it found them, not for HBM.
+        """
         model = self._reader.model
-        # Through numpy: torch itself takes 40 ms for a tuple of 131,072 numbers.
+        # Convert with NumPy, because torch.tensor would take 40 ms for a tuple of 131,072 numbers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
         self._cache = cache = TierStoreCache(
             self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
@@ -228,7 +249,7 @@ class Running:
         return self._done("length")
 
     def _go_on(self, part: list[int]) -> Usage | None:
-        """Feed these tokens and choose the next one."""
+        """Run the model on these tokens, choose the next token of the answer, and report its text."""
         token = self._sampler.choose(self._forward(part))
         if self._first_at is None:
             self._first_at = monotonic()
@@ -244,7 +265,7 @@ class Running:
         return self._done("length") if len(self._tokens) == self._ask.max_tokens else None
 
     def _forward(self, part: list[int]) -> torch.Tensor:
-        """Return the logits after the last of these tokens, ``[1, vocabulary]``."""
+        """Run the model on these tokens and return the logits after the last one, ``[1, vocabulary]``."""
         given: Any = torch.tensor([part], device=self._device)
         found: torch.Tensor = self._reader.model(given, logits_to_keep=1, **self._given).logits[:, -1]
         return found
@@ -267,11 +288,11 @@ class Running:
 
 
 _LOOK_S = 0.002
-"""Seconds between checks for pages from disk while nothing is computed."""
+"""Interval in seconds between checks for loaded pages while all running requests wait for the disk."""
 _LAST_STEP_S = 30.0
-"""Longest time to wait for a step to end."""
+"""Maximum time in seconds to wait for the engine to finish its current step."""
 _SPARE = 1
-"""Pages that a request needs beyond its tokens: a copy of the page that its prompt leaves half filled."""
+"""Number of extra HBM pages per request, for a copy of its partially filled page."""
 _CPU_CHUNK, _CARD_CHUNK = 256, 4096
 CLOSING = "the server is closing"
 
@@ -279,31 +300,35 @@ log = logging.getLogger("tierstore.serve.engine")
 
 
 class Ticket:
-    """A request that the engine has accepted. Thread-safe. It does not keep the prompt alive."""
+    """A handle for a request that the engine has accepted. Thread-safe. It does not keep the prompt in memory."""
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
         self._cancelled, self._ended, self._wake = asked.cancelled, asked.ended, wake
 
     def cancel(self) -> None:
-        """Compute and report nothing more for the request, from the next step on.
+        """Cancel the request: its current step is the last one, and no more events are reported.
 
-        Idempotent; without effect once it ended.
+        Idempotent. Does not wait. Does nothing if the request has finished.
         """
         self._cancelled.set()
         self._wake()
 
     def wait(self, timeout_s: float = _LAST_STEP_S) -> bool:
-        """Wait until the request has ended and the engine puts no more pages of it. False after a timeout."""
+        """Wait until the request has finished and the engine stores no more of its pages.
+
+        Return False if that takes longer than ``timeout_s`` seconds.
+        """
         return self._ended.wait(timeout_s)
 
 
 class Engine:
-    """Answers requests with one model over one store.
+    """Answers requests with one model and one store.
 
-    Requests start in the order in which they came, at most ``max_active`` at a time, once HBM has space for
-    all pages that they may need, so none gets stuck half way. A step is a chunk of one prompt or a token of
-    one answer, in turn: a long prompt does not stop the other answers. An attached prefetcher is told about
-    waiting requests.
+    Requests start in arrival order, and at most ``max_active`` run at a time. A request starts when HBM has
+    slots for all pages that it and the running requests may need, so it never runs out of slots later. Running
+    requests take turns: in each turn, the engine computes one chunk of a prompt or one token of an answer. A
+    long prompt therefore does not block other answers. An attached prefetcher gets hints about waiting
+    requests.
     """
 
     def __init__(
@@ -318,9 +343,12 @@ class Engine:
         """Start the engine's thread.
 
         Args:
-            chunk: Tokens of a prompt computed in one step, while other answers wait. Default: enough to keep the
-                device busy,
-                4,096 on a GPU and 256 on the CPU.
+            reader: The model and its tokenizer.
+            store: The store.
+            max_active: Maximum number of running requests.
+            max_waiting: Maximum number of waiting requests.
+            chunk: Maximum number of prompt tokens computed per step. While a step runs, all other requests wait.
+                None means 4,096 on a GPU and 256 on the CPU, just enough to keep the device busy.
         """
         self._reader, self._store = reader, store
         self._chunk = chunk or (_CPU_CHUNK if reader.model.device.type == "cpu" else _CARD_CHUNK)
@@ -328,34 +356,39 @@ class Engine:
         pages = PageGroups(store)
         self._page_size, self._slots = pages.page_size, int(pages.groups[0].shape[0])
         self._changed = Condition()
-        # Guarded by the condition: new requests, and whether more may come.
+        # Guarded by the condition: requests not yet in the queue, and whether the engine is closing.
         self._arrived: list[Asked] = []
         self._closing = False
-        # Used by the engine's thread only; other threads only read their lengths.
+        # Used only by the engine's thread; other threads only read the lengths.
         self._line = Line(store)
         self._active: list[tuple[Asked, Running]] = []
         self.figures = Figures(lambda: len(self._active), lambda: len(self._line) + len(self._arrived))
-        self._thread = Thread(target=self._run, name="tierstore-engine", daemon=True)
+        self._thread = Worker(self._run, name="tierstore-engine")
         self._thread.start()
 
     @property
     def ready(self) -> bool:
-        """Return whether the engine takes requests: its thread runs and it is not closed."""
+        """Return whether the engine accepts requests. False after ``close``, or if the engine's thread has failed."""
         return not self._closing
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens of a prompt and its answer together: the limit of the model or of HBM."""
+        """Return the maximum number of tokens in a prompt and its answer together.
+
+        This is the lower of two limits: the model's context length, and the number of tokens that fit into HBM.
+        """
         return min(self._reader.max_tokens, (self._slots - _SPARE) * self._page_size)
 
     def submit(self, ask: Ask, tell: Callable[[Event], None]) -> Ticket:
-        """Queue a request. ``tell`` is called in the engine's thread with all its events and must not block.
+        """Queue a request. Thread-safe. Computing the page keys of a long prompt takes a few milliseconds.
 
-        Thread-safe. Takes a few milliseconds for a long prompt, whose keys are computed here.
+        Args:
+            ask: The request.
+            tell: Called once for each event, in the engine's thread. It must not block.
 
         Raises:
             RefusedError: The request can never be served.
-            BusyError: Too many requests wait.
+            BusyError: Too many requests are waiting.
             StoreClosed: The engine or the store is closed.
         """
         asked_at = monotonic()
@@ -370,14 +403,15 @@ class Engine:
             waiting = len(self._arrived) + len(self._line)
             if waiting >= self._max_waiting:
                 self.figures.ended("busy")
-                raise BusyError(f"{waiting} requests are waiting already, the limit is {self._max_waiting}")
+                raise BusyError(f"{waiting} requests are already waiting; the limit is {self._max_waiting}")
             self._arrived.append(asked)
             self._changed.notify_all()
         return Ticket(asked, self._wake)
 
     def close(self, timeout_s: float = _LAST_STEP_S) -> None:
-        """Stop the engine; running and waiting requests get ``Failed``. Call it before the store is closed.
+        """Stop the engine after its current step. All running and waiting requests receive ``Failed``.
 
+        Waits up to ``timeout_s`` seconds for the engine's thread to end. Call this before closing the store.
         Idempotent.
         """
         with self._changed:
@@ -396,13 +430,13 @@ class Engine:
     def _pages(self, ask: Ask) -> int:
         tokens = len(ask.prompt) + ask.max_tokens
         if not ask.prompt:
-            raise RefusedError("the prompt has no tokens, and at least one is needed")
+            raise RefusedError("the prompt is empty: it must have at least one token")
         if tokens > self.max_tokens:
             answer = f" and an answer of up to {ask.max_tokens}" if ask.max_tokens else ""
             raise RefusedError(
                 f"a prompt of {len(ask.prompt)} tokens{answer} is too long: at most "
-                f"{self.max_tokens} tokens fit (the model reads {self._reader.max_tokens}, "
-                f"HBM holds {self._slots} pages of {self._page_size})"
+                f"{self.max_tokens} tokens fit (the model reads {self._reader.max_tokens} tokens, "
+                f"HBM holds {self._slots} pages of {self._page_size} tokens)"
             )
         return -(-tokens // self._page_size) + _SPARE
 
@@ -421,16 +455,19 @@ class Engine:
                 for each in list(self._active):
                     self._step(*each)
         except StoreClosed:
-            log.warning("the store was closed before the engine")
-        except Exception:  # a thread's top
-            log.exception("the engine ends")
+            log.warning("the engine stopped because the store was closed first")
+        except Exception:  # this is the outermost function of the thread, so nothing above it logs errors
+            log.exception("the engine stopped after an unexpected error")
         finally:
             with self._changed:
                 self._closing = True
             self._end_all()
 
     def _await_work(self) -> bool:
-        """Take new requests; wait for one if there is no work. Returns False once the engine is closed."""
+        """Move new requests to the queue. If the engine has no other work, wait for one.
+
+        If all running requests wait for pages from disk, wait 2 ms. Return False when the engine is closing.
+        """
         with self._changed:
             while not (self._closing or self._arrived or self._active or len(self._line)):
                 self._changed.wait()
@@ -476,12 +513,12 @@ class Engine:
         self._guarded(asked, step)
 
     def _guarded(self, asked: Asked, work: Callable[[], None]) -> None:
-        """Run a piece of work for one request. An error ends that request and no other."""
+        """Call ``work`` for one request. If it raises an exception, fail this request and no other."""
         try:
             work()
         except TierStoreError as error:
             self._fail(asked, str(error))
-        except Exception as error:  # a thread's top: a model may raise anything
+        except Exception as error:  # a model may raise anything, and the engine's thread must survive it
             log.exception("a request of %d tokens failed", len(asked.ask.prompt))
             self._fail(asked, f"{type(error).__name__}: {error}")
 
@@ -496,7 +533,7 @@ class Engine:
             try:
                 each[1].close()
             except TierStoreError as error:
-                log.warning("a request's pages could not be released: %s", error)
+                log.warning("could not release the pages of a finished request: %s", error)
         asked.ended.set()
 
     def _teller(self, asked: Asked) -> Callable[[Event], None]:
@@ -505,7 +542,7 @@ class Engine:
                 return
             try:
                 asked.tell(event)
-            except RuntimeError:  # its event loop is closed: no client is left
+            except RuntimeError:  # the client's event loop is closed, so nobody receives the answer
                 asked.cancelled.set()
 
         return tell

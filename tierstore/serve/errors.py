@@ -1,4 +1,4 @@
-"""Errors of requests in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Error responses in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from tierstore.serve.request import BusyError, RefusedError
 from tierstore.serve.schemas import FORMS
 
 AGAIN = {"Retry-After": "1"}
-"""Seconds after which a retry may succeed."""
+"""Header that asks the client to retry after one second."""
 CLIENT_GONE = 499
-"""Status in the log for a request whose client disconnected; no client sees it."""
+"""Status in the access log for a request whose client disconnected. It is never sent to a client."""
 
 _MOST_SHOWN = 1000
-"""Most characters of a message."""
+"""Maximum number of characters of an error message; longer messages are cut and end with "..."."""
 
 
 class FaultError(Exception):
-    """A request that is answered with an error. ``param`` is the field, ``code`` is for programs."""
+    """Raised by an endpoint to send an error response.
+
+    ``status`` is the HTTP status, ``param`` the name of the request field at fault, and ``code`` a
+    machine-readable error code.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -34,27 +38,28 @@ class FaultError(Exception):
 
 
 class FailedError(Exception):
-    """The engine failed a request before its first piece."""
+    """The engine failed a request before the client received any part of the answer."""
 
 
 class ClosingError(FailedError):
-    """The engine was told to end."""
+    """The request failed because the engine is closing."""
 
 
 class DeletedError(FailedError):
-    """The document of the question was deleted."""
+    """The question failed because its document was deleted."""
 
 
 class GoneError(Exception):
-    """The client disconnected."""
+    """The client disconnected before it received the whole answer."""
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, dict[str, str | None]]:
-    """Return the error as JSON; its type follows from the status.
+    """Return the JSON body of an error response. The field ``type`` is derived from the status.
 
-    Names in it may come from the request: long ones are cut, and invalid Unicode becomes question marks.
+    ``message`` and ``param`` may contain text from the request. They are cut to 1,000 characters, and unpaired
+    surrogates are replaced by question marks.
     """
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
@@ -75,12 +80,12 @@ def fault(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """Return the whole response."""
+    """Return an error response in OpenAI's format. See ``error_body`` for the arguments."""
     return JSONResponse(error_body(status, message, param, code), status, headers=dict(headers or {}))
 
 
 def answer_faults(app: FastAPI) -> None:
-    """Register a handler for each kind of error."""
+    """Register handlers that convert every exception of an endpoint to an error response in OpenAI's format."""
     app.add_exception_handler(FaultError, _fault)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _of_http)
@@ -106,12 +111,15 @@ async def _not_valid(_: Request, error: Exception) -> Response:
 
 
 def _explained(detail: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the dotted field and what is wrong with it, without the value, which may be a prompt."""
+    """Return the dotted name of the invalid field, or None for the whole body, and an error message.
+
+    The message does not quote the invalid value, because it may be a prompt.
+    """
     context = detail.get("ctx", {})
     path = [str(part) for part in detail["loc"][1:] if part not in FORMS]
     match detail["type"]:
         case "json_invalid":
-            return None, f"the body is not JSON: {context.get('error', '')}"
+            return None, f"the body is not valid JSON: {context.get('error', '')}"
         case "missing" if not path:
             return None, "the request has no body: send a JSON object with Content-Type: application/json"
         case "model_attributes_type" | "dict_type" if not path:
@@ -133,7 +141,7 @@ async def _of_http(request: Request, error: Exception) -> Response:
     path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
     said = {
         400: "the body cannot be read: it must be JSON in UTF-8",
-        404: f"there is no path {path}",
+        404: f"path {path} does not exist on this server",
         405: f"{path} does not support {request.method}, only {allowed}",
     }
     return fault(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
@@ -165,4 +173,4 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 
 async def _unexpected(_: Request, __: Exception) -> Response:
-    return fault(500, "the server failed; see its log")
+    return fault(500, "the server failed unexpectedly; its log contains the error")

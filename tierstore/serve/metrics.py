@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine. No figure is about one tenant."""
+"""Prometheus metrics of the server's engine. No metric identifies a tenant."""
 
 from __future__ import annotations
 
@@ -13,38 +13,44 @@ OUTCOMES = ("done", "failed", "cancelled", "refused", "busy")
 
 
 class Figures:
-    """Counters, gauges and histograms in a registry of their own. Thread-safe."""
+    """The metrics of one engine, in a Prometheus registry of their own. Thread-safe.
+
+    ``active`` and ``waiting`` are called at each scrape. They return the number of requests that are being
+    computed, and the number of requests in the queue.
+    """
 
     def __init__(self, active: Callable[[], int], waiting: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "tierstore_serve_requests", "Requests by how they ended.", ["outcome"], registry=self._registry
+            "tierstore_serve_requests", "Requests, by outcome.", ["outcome"], registry=self._registry
         )
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         self._prompt = Counter(
             "tierstore_serve_prompt_tokens",
-            "Tokens of prompts that were answered, by the tier they were found in, or computed.",
+            "Tokens of answered prompts, by the tier in which they were found, or computed if in none.",
             ["source"],
             registry=self._registry,
         )
         self._answered = Counter(
-            "tierstore_serve_completion_tokens", "Tokens of answers.", registry=self._registry
+            "tierstore_serve_completion_tokens", "Tokens generated in answers.", registry=self._registry
         )
-        self._waited = self._histogram("waited", "From the asking to the start")
-        self._first = self._histogram("first_token", "From the asking to the first token")
+        self._waited = self._histogram(
+            "waited", "Time from the arrival of a request to the start of its computation"
+        )
+        self._first = self._histogram("first_token", "Time from the arrival of a request to its first token")
         for name, what, read in (
-            ("active", "Requests that are computed now.", active),
-            ("waiting", "Requests that wait.", waiting),
+            ("active", "Requests that are being computed.", active),
+            ("waiting", "Requests that wait in the queue.", waiting),
         ):
             Gauge(f"tierstore_serve_{name}", what, registry=self._registry).set_function(read)
 
     def ended(self, outcome: str) -> None:
-        """Count a request by one of ``OUTCOMES``."""
+        """Count a request by its outcome, one of ``OUTCOMES``."""
         self._requests.labels(outcome).inc()
 
     def answered(self, usage: Usage) -> None:
-        """Count a completed request."""
+        """Count a completed request, its tokens and its latencies."""
         self.ended("done")
         for tier, count in usage.reused.items():
             self._prompt.labels(tier).inc(count)
@@ -54,7 +60,7 @@ class Figures:
         self._first.observe(usage.ttft_s)
 
     def text(self) -> str:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus text format."""
         return generate_latest(self._registry).decode()
 
     def _histogram(self, name: str, what: str) -> Histogram:

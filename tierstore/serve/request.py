@@ -1,4 +1,4 @@
-"""Requests to the engine, and the events with which it answers: plain values."""
+"""Plain data types for requests to the engine, and for the events with which the engine responds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
-"""``stop``: the model ended the answer, or a stop string came. ``length``: the answer has ``max_tokens``."""
+"""Why an answer ended.
+
+``stop``: the model ended it, or a stop string occurred. ``length``: it has ``max_tokens`` tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings for choosing tokens. ``temperature`` 0 takes the likeliest, ``top_k`` 0 considers all tokens.
+    """Settings for choosing tokens.
 
-    With a ``seed``, the same request over the same K/V gives the same tokens.
+    With ``temperature`` 0, the most likely token is always chosen. With ``top_k`` 0, the number of candidates is
+    not limited. With a ``seed``, the same request produces the same tokens if it attends to the same K/V.
     """
 
     temperature: float = 1.0
@@ -24,9 +28,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. ``max_tokens`` 0 reads the prompt into the store without an answer.
+    """A request to the engine.
 
-    ``salt`` is the tenant's and part of every key. ``stop`` strings end the answer and are not part of it.
+    Attributes:
+        prompt: The token IDs of the prompt.
+        max_tokens: Maximum number of tokens in the answer. With 0, the prompt is read into the store and no
+            answer is generated.
+        sampling: Settings for choosing the tokens of the answer.
+        stop: Strings that end the answer. The answer does not include them.
+        salt: Bytes that identify the tenant. They are part of every page key.
     """
 
     prompt: tuple[int, ...]
@@ -38,10 +48,15 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens and times of one request. ``reused`` has the number of reused prompt tokens, by tier name.
+    """Token counts and times of one request.
 
-    In seconds: ``waited_s`` until it started, ``ttft_s`` until its first token (until the end of the prompt without
-    one), ``total_s`` until its end.
+    Attributes:
+        prompt_tokens: Tokens in the prompt.
+        completion_tokens: Tokens in the answer.
+        reused: Number of prompt tokens found in each tier, by the tier's name. The others were computed.
+        waited_s: Seconds from submission to the start of the request.
+        ttft_s: Seconds from submission to the first token, or to the end of the prompt if ``max_tokens`` is 0.
+        total_s: Seconds from submission to the end of the request.
     """
 
     prompt_tokens: int
@@ -53,27 +68,27 @@ class Usage:
 
     @property
     def reused_tokens(self) -> int:
-        """Return the reused tokens of all tiers."""
+        """Return the number of reused prompt tokens, summed over all tiers."""
         return sum(self.reused.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Progress of the prompt: the number of its tokens that were reused or computed."""
+    """Progress report: ``tokens`` tokens of the prompt have been reused or computed so far."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next characters of the answer, at least one."""
+    """The next one or more characters of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete. The last event."""
+    """The request is complete. This is the last event of a successful request."""
 
     reason: FinishReason
     usage: Usage
@@ -81,7 +96,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There is no answer, or no more of it. The last event."""
+    """The last event of a request that failed, possibly after a part of the answer. ``why`` is a message."""
 
     why: str
 
@@ -90,8 +105,11 @@ Event = Read | Piece | Done | Failed
 
 
 class RefusedError(ValueError):
-    """The request can never be served here: it has no tokens, or too many for the model or HBM."""
+    """The request can never be served.
+
+    For example, its prompt is empty, invalid or too long, or the model has no chat template.
+    """
 
 
 class BusyError(RuntimeError):
-    """Too many requests are waiting. A retry may succeed."""
+    """The request was rejected because the queue is full. A later retry may succeed."""

@@ -1,5 +1,7 @@
-"""The endpoints: OpenAI's models, completions and chat completions; documents, which are read once and then asked
-about.
+"""The endpoints under ``/v1``.
+
+Three are OpenAI's: models, completions and chat completions. The others manage documents and answer questions
+about them.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from tierstore.serve.schemas import (
 from tierstore.serve.stream import About, Chat, Completion, respond, room
 
 COMPLETION_TOKENS = 16
-"""Default for completions, as in OpenAI's API; fewer if the model or HBM cannot hold them."""
+"""Default ``max_tokens`` for completions, as in OpenAI's API. Reduced if the answer would not fit."""
 CHAT_TOKENS = 1024
-"""Default for chats; fewer if the model or HBM cannot hold them."""
+"""Default ``max_tokens`` for chat completions. Reduced if the answer would not fit."""
 
 
 def completion_routes(reader: Reader, engine: Engine) -> APIRouter:
-    """Build the routes under ``/v1``. Requests carry their tenant in ``request.state.tenant``."""
+    """Create the routes of OpenAI's API under ``/v1``.
+
+    The handlers expect the tenant's name in ``request.state.tenant``, where ``Gate`` stores it.
+    """
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
@@ -92,20 +97,21 @@ def _model(reader: Reader) -> dict[str, Any]:
 
 
 ANSWER_TOKENS = 256
-"""Default for questions; fewer if the model or HBM cannot hold them."""
+"""Default ``max_tokens`` for questions about documents. Reduced if the answer would not fit."""
 
 
 def document_routes(reader: Reader, engine: Engine, library: Library, readings: Readings) -> APIRouter:
-    """Build the routes under ``/v1/documents``. Requests carry their tenant in ``request.state.tenant``.
+    """Create the routes under ``/v1/documents``.
 
-    Plain functions run in threads: they wait for the tokenizer and the disk.
+    The handlers expect the tenant's name in ``request.state.tenant``, where ``Gate`` stores it. Handlers that
+    wait for the tokenizer or the disk are ordinary functions, which FastAPI runs in threads.
     """
     routes = APIRouter(prefix="/v1/documents")
 
-    def found(request: Request, id: str) -> Document:  # noqa: A002 - what it is called
+    def found(request: Request, id: str) -> Document:  # noqa: A002 - the API's name for it
         document = library.get(request.state.tenant, id)
         if document is None:
-            raise FaultError(404, f"there is no document {id}", param="id", code="document_not_found")
+            raise FaultError(404, f"document {id} does not exist", param="id", code="document_not_found")
         return document
 
     @routes.post("", status_code=202)
@@ -141,8 +147,8 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
         document = found(request, id)
         reading = await run_in_threadpool(readings.of, document)
         question = await run_in_threadpool(reader.question, asked.question)
-        await reading.ended()  # otherwise the document would be computed twice
-        found(request, id)  # it may have been deleted meanwhile
+        await reading.ended()  # if the document is still being read, answering now would compute it twice
+        found(request, id)  # raises an error if the document was deleted in the meantime
         tokens = (*reading.tokens, *question)
         prompt = Ask(
             prompt=tokens,
@@ -159,7 +165,10 @@ def document_routes(reader: Reader, engine: Engine, library: Library, readings: 
 
 
 def _shown(document: Document, reading: Reading | None) -> dict[str, Any]:
-    """Return a document as JSON. ``tokens`` is null until the text is tokenized, as soon after a restart."""
+    """Return the JSON object that describes a document.
+
+    ``tokens`` is null if the text has not been tokenized yet, which takes a moment after a restart.
+    """
     shown: dict[str, Any] = {"id": document.id, "object": "document", "name": document.name}
     if reading is None:
         return shown | {"state": "waiting", "tokens": None, "tokens_read": 0, "error": None}

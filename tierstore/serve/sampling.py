@@ -1,6 +1,6 @@
-"""Choose the next token of an answer, and decode its text: whole characters, up to a stop string."""
+"""Chooses the tokens of an answer, and decodes them one by one into whole characters, up to a stop string."""
 
-# transformers leaves some of its functions untyped:
+# transformers leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from transformers import (
 from tierstore.serve.request import Sampling
 
 _COLDEST = 1e-5
-"""Lower temperatures count as 0: dividing logits by them would overflow."""
+"""Lower temperatures are treated as 0, because the logits divided by them could overflow."""
 
 
 class Sampler:
-    """Chooses tokens by ``Sampling`` with its own generator: other requests do not change what a seed gives."""
+    """Chooses the tokens of one answer according to ``Sampling``.
+
+    Each instance has its own random generator, so a seeded answer does not depend on other requests.
+    """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        """Without a seed, the generator is seeded by the system."""
+        """Seed the generator with ``sampling.seed``, or randomly if it is None."""
         self._greedy = sampling.temperature < _COLDEST
         self._chance = torch.Generator(device)
         if sampling.seed is None:
             self._chance.seed()
         else:
             self._chance.manual_seed(sampling.seed)
-        # The warpers take the tokens so far, and none of them reads them.
+        # Warpers are called with the tokens so far. These three do not read them, so an empty tensor is enough.
         self._before: Any = torch.empty(1, 0, dtype=torch.long, device=device)
         self._warpers: Any = LogitsProcessorList()
         if not self._greedy:
@@ -44,7 +47,7 @@ class Sampler:
                 self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Choose a token from one row of logits, ``[1, vocabulary]``."""
+        """Return the ID of the token chosen from one row of logits, ``[1, vocabulary]``."""
         if self._greedy:
             return int(logits.argmax())
         warped: torch.Tensor = self._warpers(self._before, logits.float())
@@ -52,31 +55,40 @@ class Sampler:
 
 
 _CONTEXT = 8
-"""Tokens of the prompt before the first one of the answer: whether it begins with a space depends on them."""
+"""Number of prompt tokens that are decoded together with the first tokens of the answer.
+
+With some tokenizers, the preceding tokens determine whether a token's text starts with a space.
+"""
 _NO_CHARACTER = "\ufffd"
-"""The character to which incomplete or invalid bytes are decoded."""
+"""The replacement character: the decoder's output for incomplete or invalid UTF-8."""
 
 
 class Spelling:
-    """Decodes the text of one answer, token by token. For one thread at a time."""
+    """Decodes the tokens of one answer to text, one token at a time. Not thread-safe."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], stop: Sequence[str] = ()
     ) -> None:
-        """``stop`` strings end the answer; empty ones are ignored."""
+        """Prepare to decode the answer to a prompt.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            prompt: The token IDs of the prompt.
+            stop: Strings that end the answer. Empty strings are ignored.
+        """
         self._tokenizer = tokenizer.backend_tokenizer
-        # Not the library's DecodeStream: it repeats a prompt that ends within a character, and fails if bytes after
-        # a character make the run invalid.
+        # The tokenizers library's DecodeStream is not used. It repeats the prompt if that ends within a
+        # character, and fails if a character is followed by invalid bytes.
         self._before, self._new = list(prompt[-_CONTEXT:]), list[int]()
         self._stop = tuple(word for word in stop if word)
         self._held = ""
         self.stopped = False
-        """Whether a stop string came. No more text follows it."""
+        """Whether a stop string was found. If so, the answer is complete and ``add`` returns no more text."""
 
     def add(self, token: int) -> str:
-        """Add a token and return the characters that are certain now.
+        """Append a token and return the text that can be sent now, possibly none.
 
-        A possible beginning of a stop string is held back.
+        Incomplete characters and text that may be the start of a stop string are held back.
         """
         if self.stopped:
             return ""
@@ -91,7 +103,7 @@ class Spelling:
         return text
 
     def _spelled(self, token: int) -> str:
-        """Return the characters that this token completes."""
+        """Append a token and return the characters that it completes, or "" if the last one is incomplete."""
         self._new.append(token)
         before = self._tokenizer.decode(self._before)
         text = self._tokenizer.decode(self._before + self._new)
@@ -101,18 +113,18 @@ class Spelling:
         return text[_alike(before, text) :]
 
     def end(self) -> str:
-        """Return the text that was held back. Incomplete characters are dropped."""
+        """Return the text held back as the possible start of a stop string. Incomplete characters are lost."""
         text, self._held = self._held, ""
         return text
 
 
 def _begun(text: str, word: str) -> int:
-    """Return how many characters at the end of ``text`` may begin ``word``, which is not in the text."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``word``."""
     longest = min(len(text), len(word) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _alike(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two strings."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

@@ -1,8 +1,8 @@
-"""Requests over HTTP: OpenAI's completions and chat completions, documents, questions.
+"""Schemas of request bodies: OpenAI's completions and chat completions, documents, and questions.
 
-A field that is accepted has an effect. Fields of OpenAI that this server does not support are refused by name,
-except for values that ask for nothing (``n: 1``, ``tools: []``, null). Unknown fields are refused, too. ``user``
-and ``safety_identifier`` are labels, as in OpenAI's API.
+An OpenAI field that this server does not support is accepted only with a value that requests nothing
+(``n: 1``, ``tools: []``, null). Other values are rejected with an error that names the field, as are unknown
+fields. All supported fields have an effect, except ``user`` and ``safety_identifier``, which are only labels.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from tierstore.serve.request import Sampling
 
 
 def _unicode(text: str) -> str:
-    """Refuse half of a surrogate pair: JSON can escape it, but no tokenizer and no file takes it."""
+    """Raise ValueError if the text has unpaired surrogates, which JSON can express but UTF-8 files cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("must be Unicode, but contains half of a surrogate pair") from None
+        raise ValueError("must be valid Unicode, but contains an unpaired surrogate") from None
     return text
 
 
 FORMS = frozenset({"<string>", "<strings>", "<list>", "<lists>"})
-"""pydantic's names for the forms of a field that has several. Clients do not know these names."""
+"""Tags for the alternative types of a field. They appear in pydantic's error paths, but not in our messages."""
 
 
 def _form(given: object) -> str | None:
-    """Return the form that a value is meant to have. It is checked by the rules of that form alone."""
+    """Return the tag of the type that the client seems to have meant, or None if the value fits no type.
+
+    Pydantic then validates the value as that type only, so the client gets a single error.
+    """
     match given:
         case str():
             return "<string>"
@@ -88,12 +91,12 @@ def _refused(field: str, why: str) -> PydanticCustomError:
 
 
 class Strict(BaseModel):
-    """A model that refuses unknown fields and does not convert values."""
+    """Base class of schemas that reject unknown fields and do not convert values to the expected types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Unsupported fields, each with the values that are accepted because they ask for nothing, besides null."""
+    """Unsupported fields, each with its accepted values other than null. These values request nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,7 +105,7 @@ class Strict(BaseModel):
             return given
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
-            # True must not count as 1, although they are equal.
+            # Compare the types too: in Python, True == 1.
             if value is not None and (type(value), value) not in [(type(n), n) for n in neutral]:
                 allowed = " or ".join([*map(json.dumps, neutral), "null"])
                 raise _refused(name, f"is not supported here and must be {allowed}")
@@ -116,7 +119,7 @@ class StreamOptions(Strict):
 
 
 class Choosing(Strict):
-    """Fields for the choice of an answer's tokens."""
+    """Request fields that control how the tokens of an answer are chosen, and where it ends."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -125,7 +128,7 @@ class Choosing(Strict):
     stop: Stop | None = None
 
     def sampling(self, temperature: float = 1.0) -> Sampling:
-        """Return the sampling. ``temperature`` is the default."""
+        """Return the sampling settings. ``temperature`` is used if the request does not set its own."""
         return Sampling(
             temperature=temperature if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -140,7 +143,7 @@ class Choosing(Strict):
 
 
 class Completing(Choosing):
-    """Fields that OpenAI's completions and chat completions share."""
+    """Request fields that OpenAI's completions and chat completions have in common."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -157,12 +160,12 @@ class Completing(Choosing):
 
     @property
     def with_usage(self) -> bool:
-        """Return whether a stream ends with its usage."""
+        """Return whether the client asked for a usage chunk at the end of the stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(Completing):
-    """``POST /v1/completions``: one prompt, as text or as tokens."""
+    """Body of ``POST /v1/completions``. ``prompt`` is a single prompt, as text or as token IDs."""
 
     NEUTRAL = _PENALTIES | {"best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
 
@@ -176,11 +179,11 @@ class CompletionRequest(Completing):
 
     @property
     def one(self) -> str | list[int]:
-        """Return the prompt."""
+        """Return the prompt, as text or as token IDs, without the list that may enclose it."""
         match self.prompt:
             case [str() | list() as only]:
                 return only
-        return self.prompt  # type: ignore[return-value]  # a list of several lists was refused
+        return self.prompt  # type: ignore[return-value]  # _one_prompt has rejected several prompts
 
 
 class TextPart(Strict):
@@ -198,7 +201,7 @@ Content = Annotated[
 
 
 class Message(Strict):
-    """A message of a conversation. Its parts are joined by line breaks."""
+    """A chat message. Its content is text, or a list of text parts, which are joined by line breaks."""
 
     NEUTRAL = {
         "annotations": ([],),
@@ -213,13 +216,16 @@ class Message(Strict):
     content: Content
 
     def plain(self) -> dict[str, str]:
-        """Return the message for chat templates, which say "system" for OpenAI's newer "developer"."""
+        """Return the message for a chat template, with the content as a single string.
+
+        The role "developer" is changed to "system", because chat templates do not know OpenAI's newer name.
+        """
         content = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class ChatRequest(Completing):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     NEUTRAL = _PENALTIES | {
         "audio": (),
@@ -251,19 +257,19 @@ class ChatRequest(Completing):
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise _refused("max_tokens", "and max_completion_tokens are the same: give only one of them")
+            raise _refused("max_tokens", "means the same as max_completion_tokens: give only one of them")
         return self
 
 
 class DocumentRequest(Strict):
-    """``POST /v1/documents``."""
+    """Body of ``POST /v1/documents``."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=200, strip_whitespace=True), _UNICODE]
     text: Some
 
 
 class QuestionRequest(Choosing):
-    """``POST /v1/documents/{id}/ask``."""
+    """Body of ``POST /v1/documents/{id}/ask``."""
 
     question: Some
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -1,6 +1,7 @@
-"""Answers over HTTP, whole or as server-sent events, in OpenAI's two shapes or as an answer about a document.
+"""Sends answers to clients, as one JSON object or as a stream of server-sent events.
 
-The engine's thread passes the events of a request to the event loop of its client.
+There are three formats: OpenAI's completions, OpenAI's chat completions, and answers about a document. The
+engine's thread passes the events of a request to the asyncio event loop, which sends them to the client.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ DELETED = "the document was deleted"
 
 
 def failure(event: Failed) -> FailedError:
-    """Return the error for a request that failed before its first piece."""
+    """Return the exception for a failed request whose client has not received anything yet."""
     if event.why == DELETED:
         return DeletedError(event.why)
     return ClosingError(event.why) if event.why == CLOSING else FailedError(event.why)
 
 
 class Listener:
-    """The events of one request, until its client disconnects. For one task of one event loop.
+    """Receives the events of one request until its client disconnects.
 
-    ``end`` must be called: it cancels the request if it still runs.
+    Only one task may use a listener, except for ``withdraw``, which is thread-safe. Call ``end`` when done.
     """
 
     def __init__(self, events: asyncio.Queue[Event | None], ticket: Ticket, receive: Receive) -> None:
@@ -49,7 +50,13 @@ class Listener:
 
     @classmethod
     async def begin(cls, engine: Engine, ask: Ask, receive: Receive) -> Listener:
-        """Submit the request. Its body must have been read from ``receive``. Raises like ``submit``."""
+        """Submit a request to the engine and return its listener.
+
+        The body of the HTTP request must already have been read from ``receive``.
+
+        Raises:
+            RefusedError, BusyError, StoreClosed: See ``Engine.submit``.
+        """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
 
         def tell(event: Event) -> None:
@@ -58,29 +65,41 @@ class Listener:
         return cls(events, await run_in_threadpool(engine.submit, ask, tell), receive)
 
     def end(self) -> None:
-        """Cancel the request if it still runs. Idempotent."""
+        """Stop listening, and cancel the request if it is still running. Idempotent."""
         self._watch.cancel()
         self._ticket.cancel()
 
     def withdraw(self) -> None:
-        """End the request with an error, because its document was deleted. Thread-safe."""
+        """Cancel the request, and send its client the error that the document was deleted. Thread-safe."""
         self._ticket.cancel()
-        with suppress(RuntimeError):  # the loop is closed: no client is left
+        with suppress(RuntimeError):  # the event loop is closed, so nobody receives the answer
             self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
 
     def wait(self) -> None:
-        """Wait until no page of the request is being put into the store. Do not call it in the event loop."""
+        """Wait up to 30 s until the request has finished and the engine stores no more of its pages.
+
+        This blocks the calling thread. Do not call it in the event loop.
+        """
         self._ticket.wait()
 
     async def first(self) -> None:
-        """Wait for the first piece, or for the end. Raises FailedError, or GoneError if the client disconnected."""
+        """Wait for the first piece of the answer, or for its end. Iteration still begins with this piece or end.
+
+        Raises:
+            FailedError: The request failed before the first piece.
+            GoneError: The client disconnected.
+        """
         event = await self._next()
         if isinstance(event, Failed):
             raise failure(event)
         self._first = event
 
     async def __aiter__(self) -> AsyncIterator[Piece | Done | Failed]:
-        """Yield the pieces and the final event. Raises GoneError once the client disconnected."""
+        """Yield each ``Piece`` and then the final ``Done`` or ``Failed``.
+
+        Raises:
+            GoneError: The client disconnected.
+        """
         event: Piece | Done | Failed = await self._next() if self._first is None else self._first
         while isinstance(event, Piece):
             yield event
@@ -101,28 +120,33 @@ class Listener:
 
 
 class Shape(Protocol):
-    """The form of an answer: one JSON object, or the frames of a stream."""
+    """The format of a response: converts the events of a request to a JSON object or to the frames of a stream."""
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the JSON object for a complete answer."""
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the frames before the first piece."""
+        """Yield the frames that come before the first piece, if any."""
 
     def piece(self, text: str) -> bytes:
-        """Return the frame of a piece."""
+        """Return the frame that contains one piece of the answer."""
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Yield the frames after the last piece."""
+        """Yield the frames that come after the last piece."""
 
     def failure(self, why: str) -> bytes:
-        """Return the last frame of a stream that fails."""
+        """Return the frame that ends a stream whose request failed. ``why`` is the error message."""
 
 
 def room(engine: Engine, prompt: int, most: int) -> int:
-    """Return the default length of an answer: ``most``, or what still fits after ``prompt`` tokens.
+    """Return the default ``max_tokens``: ``most``, or less if the prompt leaves fewer tokens for the answer.
 
-    At least 1, so that the engine can refuse a prompt that is too long.
+    The result is at least 1 even if the prompt is too long. The engine then rejects the request.
+
+    Args:
+        engine: The engine that will answer.
+        prompt: Length of the prompt in tokens.
+        most: Maximum length of the answer in tokens.
     """
     return max(1, min(most, engine.max_tokens - prompt))
 
@@ -136,12 +160,19 @@ async def respond(
     stream: bool,
     taken: Callable[[Listener], None] | None = None,
 ) -> Response:
-    """Submit a request and answer it. The request is cancelled if its client disconnects.
+    """Submit a request to the engine and return the response with its answer.
 
-    A failure before the first piece is raised here. A stream that fails later ends with an error frame.
+    Waits for the first piece or, if ``stream`` is false, for the whole answer. Raises an exception if the request
+    fails during this wait. If a stream fails later, it ends with an error frame. The request is cancelled if the
+    client disconnects.
 
     Args:
-        taken: Called in a thread with the listener, before the first piece.
+        engine: The engine.
+        ask: The request to the engine.
+        shape: The format of the answer.
+        receive: The ASGI receive function of the HTTP request.
+        stream: Whether to stream the answer.
+        taken: Called once with the listener, in another thread, after the engine has accepted the request.
     """
     listener = await Listener.begin(engine, ask, receive)
     try:
@@ -167,11 +198,11 @@ async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
             case Done():
                 listener.end()
                 return shape.whole(text, event)
-    raise AssertionError("the engine reports how a request ends")
+    raise AssertionError("the engine's events ended without one that finishes the request")
 
 
 class _Stream(EventSourceResponse):
-    """A stream that always ends its listener. A generator that was never started could not do that."""
+    """A streaming response that always calls ``Listener.end``, even if the stream is never started."""
 
     def __init__(self, listener: Listener, shape: Shape) -> None:
         super().__init__(_frames(listener, shape), headers={"Cache-Control": "no-cache"})
@@ -206,7 +237,11 @@ _DONE = format_sse_event(data_str="[DONE]")
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer to ``POST /v1/completions``. With ``with_usage``, a stream ends with a chunk that has the usage."""
+    """The format of a response to ``POST /v1/completions``.
+
+    ``model`` is the name of the model. If ``with_usage`` is true, a stream has a usage chunk before its end
+    marker.
+    """
 
     model: str
     with_usage: bool = False
@@ -214,7 +249,7 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of a response that is not streamed."""
         return self._object("text_completion", [_text(text, done.reason)]) | {"usage": _usage(done.usage)}
 
     def opening(self) -> Iterator[bytes]:
@@ -222,16 +257,16 @@ class Completion:
         yield from ()
 
     def piece(self, text: str) -> bytes:
-        """Return a chunk with a piece."""
+        """Return the chunk that contains this piece of the text."""
         return self._chunk([_text(text, None)])
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Yield the finish reason, the usage if asked for, and OpenAI's end mark."""
+        """Yield the finish reason, the usage if requested, and OpenAI's end marker."""
         yield self._chunk([_text("", done.reason)])
         yield from self._end(done)
 
     def failure(self, why: str) -> bytes:
-        """Return an error; no end mark follows."""
+        """Return a frame with the error. The end marker is not sent after it."""
         return _frame(error_body(500, why))
 
     _streamed = "text_completion"
@@ -257,40 +292,44 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chat(Completion):
-    """An answer to ``POST /v1/chat/completions``."""
+    """The format of a response to ``POST /v1/chat/completions``."""
 
     id: str = field(default_factory=lambda: f"chatcmpl-{token_hex(12)}")
 
     _streamed = "chat.completion.chunk"
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of a response that is not streamed."""
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.reason}
         return self._object("chat.completion", [choice]) | {"usage": _usage(done.usage)}
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the role of the message."""
+        """Yield a chunk with the role of the message."""
         yield self._chunk([_delta({"role": "assistant", "content": "", "refusal": None}, None)])
 
     def piece(self, text: str) -> bytes:
-        """Return a chunk with a piece."""
+        """Return the chunk for a piece of the answer."""
         return self._chunk([_delta({"content": text}, None)])
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Yield the finish reason, the usage if asked for, and OpenAI's end mark."""
+        """Yield the finish reason, the usage if requested, and OpenAI's end marker."""
         yield self._chunk([_delta({}, done.reason)])
         yield from self._end(done)
 
 
 @dataclass(frozen=True)
 class About:
-    """An answer about a document. ``waited_s`` is the time from the question until the document was read."""
+    """The format of an answer about a document.
+
+    ``waited_s`` is the time in seconds from the arrival of the question to its submission to the engine, mostly
+    spent waiting until the document was read. All times in the answer include it.
+    """
 
     waited_s: float = 0.0
 
     def whole(self, text: str, done: Done) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the body of a response that is not streamed."""
         return {"answer": text} | self._end(done)
 
     def opening(self) -> Iterator[bytes]:
@@ -298,15 +337,15 @@ class About:
         yield from ()
 
     def piece(self, text: str) -> bytes:
-        """Return an event ``piece``."""
+        """Return a ``piece`` event that contains this piece of the text."""
         return _frame({"text": text}, "piece")
 
     def closing(self, done: Done) -> Iterator[bytes]:
-        """Yield an event ``done``."""
+        """Yield a ``done`` event with the finish reason and the usage."""
         yield _frame(self._end(done), "done")
 
     def failure(self, why: str) -> bytes:
-        """Return an event ``error``."""
+        """Return an ``error`` event with the message."""
         return _frame(error_body(500, why), "error")
 
     def _end(self, done: Done) -> dict[str, Any]:
@@ -335,5 +374,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _frame(value: dict[str, Any], event: str | None = None) -> bytes:
-    """Encode one server-sent event. JSON in ASCII: some clients take U+2028 for the end of a line."""
+    """Encode one server-sent event.
+
+    The JSON contains only ASCII characters, because some clients treat U+2028 as a line break.
+    """
     return format_sse_event(event=event, data_str=json.dumps(value))

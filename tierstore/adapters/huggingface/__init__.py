@@ -1,19 +1,20 @@
-"""TierStore as the cache of Hugging Face transformers: ``generate`` with K/V in the store's pages.
+"""A KV cache for Hugging Face transformers that keeps K and V in the store's pages.
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tierstore")
     with TierStore.open(config, page_specs(model, 64)) as store:
         with TierStoreCache(store, input_ids, attention_mask, model=model) as cache:
             model.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache})
 
-Importing this package registers the attention function "tierstore" with transformers. It serves models with K and V per
-head (MHA, GQA, MQA), full attention and sliding windows: batches, several answers to a prompt, beams and assisted
-decoding.
+Importing this package registers the attention function "tierstore" with transformers. The package supports
+models that have separate K and V per head (MHA, GQA, MQA) and use full attention, sliding windows or both.
+Batches, several answers per prompt, beam search and assisted decoding work, too.
 
-The modules, bottom up: ``identity`` (whether pages belong to a model; ``inventory`` finds everything that decides it),
-``request`` (options, prompts, pages), ``prefix`` (the stored prefix of a prompt), ``sequence`` (one row), ``batch``
-(all rows), ``attention`` (reads the rows' pages), ``model_spec`` (the geometry of a model's pages), ``forward_args``
-(what a model is fed), ``hooks`` (what is attached to a user's model while a cache is open), ``cache`` (what
-transformers sees) and ``session`` (chats).
+The modules, from lowest to highest level: ``identity`` (whether pages belong to a model; uses ``inventory``,
+which describes everything that affects K/V), ``request`` (options, prompts, pages), ``prefix`` (the stored
+prefix of a prompt), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads the rows' pages),
+``model_spec`` (the geometry of a model's pages), ``forward_args`` (the inputs of a forward pass), ``hooks``
+(which an open cache adds to the user's model), ``cache`` (the cache that transformers uses) and ``session``
+(chats).
 """
 
 from __future__ import annotations

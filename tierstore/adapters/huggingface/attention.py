@@ -1,11 +1,12 @@
-"""Attention that reads K and V in place, from the store's pages, one group of pages at a time.
+"""Attention that reads K and V directly from the store's pages.
 
-On a GPU the kernels of ``tierstore.gpu.attention`` compute it (``Plans``). Otherwise groups are merged by an online
-softmax, so the memory of a call is bounded for any context length, and no copy of the context outlives a group. A
-prompt without a reused prefix is plain SDPA over its own K and V.
+On a GPU, the kernels in ``tierstore.gpu.attention`` compute it (``Plans``). Elsewhere, K and V of about
+``KEYS_AT_ONCE`` tokens at a time are copied out of the pages, and an online softmax merges the partial
+results, so memory use is bounded for any context length. A prompt without a reused prefix uses plain SDPA
+over its own K and V, unless the kernels are faster.
 """
 
-# torch leaves some of its functions untyped:
+# torch leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ from tierstore.gpu.attention.page_table import DTYPES
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
 
 ATTENTION = "tierstore"
-"""The value for ``attn_implementation``."""
+"""The value of ``attn_implementation`` for this package."""
 
 HANDLE = "tierstore_layer"
-"""The keyword by which ``TierStoreLayer.update`` passes itself to the attention function."""
+"""The keyword under which ``TierStoreLayer.update`` passes its layer to the attention function."""
 
 KEYS_AT_ONCE = 1024
+"""Number of tokens whose K and V ``attend_pages`` copies at a time. At least one page is copied."""
 QUERIES_AT_ONCE = 256
+"""Maximum number of tokens for which ``attend_pages`` computes attention at a time."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -55,19 +58,19 @@ _WITHOUT_EFFECT = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
-        "sliding_window",  # SDPA and eager attention obey the mask, which is compared with the layer's window
+        "sliding_window",  # SDPA and eager attention obey the mask, which is compared with the window
         "use_cache",
     }
 )
-"""Keywords of an attention call that do not change the result. With pages all others are refused."""
+"""Keywords of an attention call that do not affect its result. Attention over pages rejects others."""
 
 NEW_FROM = 4096
-"""Prompt length in tokens, without a prefix, from which cuDNN in the kernels is faster. Not tuned."""
+"""Length in tokens of the shortest prompt without a reused prefix that the kernels may compute. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What layers that share a plan have in common."""
+    """A kind of layer. Layers for which all these attributes are equal share one plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +82,10 @@ class _Kind:
 
 @dataclass(slots=True)
 class _Planned:
-    """The wrappers for one kind of layer, and which of them is planned for the current pass."""
+    """The decode and prefill kernels for one kind of layer.
+
+    ``now`` is the kernel that is planned for the current forward pass, or None.
+    """
 
     decode: PagedDecode
     prefill: PagedPrefill
@@ -88,30 +94,31 @@ class _Planned:
 
 @dataclass(slots=True)
 class Plans:
-    """The attention kernels of one cache and their plans. Not thread-safe."""
+    """The attention kernels of one cache, and their plans. Not thread-safe."""
 
     device: torch.device
     backend: Backend = "auto"
-    """Set to another value than "auto" only by tests without a GPU."""
+    """Always "auto", except in tests without a GPU."""
     _kinds: dict[_Kind, _Planned] = field(default_factory=dict)
 
     def renew(self) -> None:
-        """Begin another forward pass: discard the plans."""
+        """Discard all plans. Call this at the start of each forward pass."""
         for planned in self._kinds.values():
             planned.now = None
 
     def suits(self, dtype: torch.dtype) -> bool:
-        """Return whether kernels can compute this here."""
+        """Return whether the kernels support this dtype on this device."""
         return (self.device.type == "cuda" or self.backend != "auto") and dtype in DTYPES
 
     def takes_new(self, query: torch.Tensor, window: int | None) -> bool:
-        """Return whether the kernels are at least as fast as torch for a prompt without a prefix.
+        """Return whether the kernels, not torch's SDPA, should compute the attention of a prompt that reuses no prefix.
 
-        On Hopper torch by itself chooses the slower of its two kernels.
+        The kernels are at least as fast for long prompts with a 16-bit dtype and no window, because SDPA by default
+        chooses the slower of torch's two kernels on Hopper.
 
         Args:
-            query: ``[num_heads, q, head_dim]``.
-            window: Tokens that a query sees, its own included; None for all.
+            query: The queries of the prompt, ``[num_heads, q, head_dim]``.
+            window: Number of tokens that a query sees, including its own. None for all.
         """
         half = query.dtype in (torch.bfloat16, torch.float16)
         wide = query.shape[1] >= NEW_FROM and query.shape[2] <= 128
@@ -125,12 +132,18 @@ class Plans:
         scale: float,
         window: int | None,
     ) -> list[torch.Tensor]:
-        """Return causal attention of each row's new tokens over its pages, ``[q, num_heads, head_dim]`` each.
+        """Return causal attention of each row's new tokens over its pages.
 
         Args:
             queries: ``[num_heads, q, head_dim]`` for each row, with q at least 1.
-            spans: The same in all layers of a pass that have this shape and window.
-            pages: One layer of all pages.
+            spans: The tokens and block tables of the rows. In one forward pass, all layers of the same kind
+                (shape, window, scale and dtype) must pass the same spans, because they share a plan.
+            pages: All pages of one layer, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``.
+            scale: Factor applied to the scores.
+            window: Number of tokens that a query sees, including its own. None for all.
+
+        Returns:
+            ``[q, num_heads, head_dim]`` for each row.
         """
         first = queries[0]
         kind = _Kind(first.shape[0], pages.shape[3], first.shape[2], window, scale, first.dtype)
@@ -172,18 +185,19 @@ def _plan(
 
 
 class SlidingMask(torch.Tensor):
-    """Stand-in for the mask of a causal sliding window, ``[rows, keys]``, that only our attention function reads.
+    """Placeholder for the mask of a causal sliding window, ``[rows, keys]``.
 
-    It holds no mask values, so a model that derives another mask from it gets a ValueError, never wrong numbers.
+    Only "tierstore" attention understands it, because it contains no mask values. A model that derives
+    another mask from it gets a ValueError instead of wrong results.
     """
 
     window: int
     padding: torch.Tensor | None
-    """The 2D mask of the call; None if nothing is hidden."""
+    """The 2D padding mask that was passed to the model. None if it was called without one."""
 
     @classmethod
     def of(cls, seen: torch.Tensor, window: int, padding: torch.Tensor | None) -> SlidingMask:
-        """Return the stand-in for a mask of the shape of ``seen``."""
+        """Return a placeholder with the shape, dtype and device of ``seen``."""
         mask = seen.as_subclass(cls)
         mask.window, mask.padding = window, padding
         return mask
@@ -192,7 +206,13 @@ class SlidingMask(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape, dtype and device. ValueError for everything that derives another mask."""
+        """Allow operations that return no new tensor, such as reading shape, dtype and device.
+
+        ``contiguous``, ``to``, ``clone`` and ``detach`` return the placeholder itself.
+
+        Raises:
+            ValueError: The operation would return another mask.
+        """
         if func in _COPIES:
             return args[0]
         found: Any = NotImplemented
@@ -200,28 +220,33 @@ class SlidingMask(torch.Tensor):
             found = super().__torch_function__(func, types, args, kwargs or {})
         if found is NotImplemented or (isinstance(found, torch.Tensor) and found is not args[0]):
             raise ValueError(
-                "the model computes with the mask of its sliding window: attention "
-                f'"{ATTENTION}" cannot serve it, load it with another attn_implementation'
+                f'the model computes with its sliding-window mask, but attention "{ATTENTION}" gives it only a '
+                "placeholder: load the model with another attn_implementation"
             )
         return found
 
 
 _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.clone, torch.Tensor.detach})
-"""Calls by which transformers prepares a mask without changing its meaning."""
+"""Calls that transformers uses to prepare a mask without changing its meaning."""
 
 
 class OpaqueTensor(torch.Tensor):
-    """K or V of the new tokens as ``TierStoreLayer.update`` returns it, readable only by our attention function.
+    """K or V of the new tokens, as returned by ``TierStoreLayer.update``.
 
-    The model does not have the K and V of all tokens, so whatever it computed from these, or wrote into them, would
-    differ from the result with another cache. All of that raises ValueError.
+    Only "tierstore" attention can read it. Other caches return K and V of all tokens. If the model computed
+    with those of the new tokens alone, or wrote to them, its results would be wrong. So all such operations
+    raise ValueError.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape, dtype and device. ValueError for everything else."""
+        """Allow reading shape, dtype and device, and calls that return this tensor itself.
+
+        Raises:
+            ValueError: The operation is not one of these.
+        """
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -232,8 +257,8 @@ class OpaqueTensor(torch.Tensor):
         name = getattr(func, "__self__", func) if getattr(func, "__name__", "") == "__get__" else func
         raise ValueError(
             f"the model computes with K or V ({getattr(name, '__name__', name)}) instead of attending to them as the "
-            f'cache returned them: the pages hold other values. Load it with attn_implementation="{ATTENTION}", or, '
-            "if it was, run this model without TierStoreCache"
+            "cache returned them, so the pages do not contain the values that it attends to. Load the model with "
+            f'attn_implementation="{ATTENTION}". If you did, run it without TierStoreCache'
         )
 
 
@@ -254,72 +279,79 @@ _QUESTIONS = frozenset(
     }
 )
 _UNCHANGED = frozenset({torch.Tensor.contiguous, torch.Tensor.to})
-"""Calls that return the tensor itself if there is nothing to do."""
+"""Calls that return the tensor itself if it needs no conversion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """K and V as ``TierStoreLayer.update`` returned them: the same objects, not written to."""
+    """The K and V that ``TierStoreLayer.update`` returned.
+
+    Used to verify that the attention function gets the same objects, and that nothing has written to them.
+    """
 
     keys: OpaqueTensor
     values: OpaqueTensor
     plain: tuple[torch.Tensor, torch.Tensor]
-    """The same K and V, for the attention function."""
+    """The same K and V as plain tensors, with which the attention function computes."""
     versions: tuple[int, int]
+    """The write counts (``version_of``) of K and V when ``update`` returned them."""
 
     @classmethod
     def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> Handed:
-        """Return aliases of these tensors, to recognize tensors that did not come from ``update``."""
+        """Create aliases of K and V by which the attention function recognizes the tensors from ``update``."""
         keys, values = key_states.as_subclass(OpaqueTensor), value_states.as_subclass(OpaqueTensor)
         versions = version_of(key_states), version_of(value_states)
         return cls(keys, values, (key_states, value_states), versions)
 
     def is_whole(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether these are the same objects, and nobody has written into them since."""
+        """Return whether these are the objects that ``update`` returned, and nothing has written to them since."""
         same = keys is self.keys and values is self.values
         key_states, value_states = self.plain
         return same and (version_of(key_states), version_of(value_states)) == self.versions
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place writes. Tensors of inference mode have none."""
+    """Return the number of in-place writes to a tensor. 0 for inference tensors, whose writes torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class PagedLayer(Protocol):
-    """One model layer's handle on the pages of a request."""
+    """One model layer's access to the pages of a request."""
 
     @property
     def layer_pages(self) -> torch.Tensor:
-        """This layer of all pages: ``[num_slots, 2, page_size, num_kv_heads, head_dim]``."""
+        """Return this layer's part of all pages, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``."""
         ...
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, its own included; None for all before it."""
+        """Return the number of tokens that a query sees, including its own. None for all earlier tokens."""
         ...
 
     @property
     def spans(self) -> Sequence[Span]:
-        """For each row: the tokens that the current forward pass computes, and its block table."""
+        """Return each row's span: the tokens that the current forward pass computes, and the block table."""
         ...
 
     @property
     def plans(self) -> Plans:
-        """The kernels, as planned for the current forward pass."""
+        """Return the attention kernels with their plans for the current forward pass."""
         ...
 
     @property
     def handed(self) -> Handed | None:
-        """What the last ``update`` of this layer returned; None outside a forward pass."""
+        """Return what this layer's ``update`` returned in the current pass.
+
+        The result is None once another layer has been updated or the pass has ended.
+        """
         ...
 
     def check_mask(self, mask: torch.Tensor | None) -> None:
-        """Raise ValueError for a mask that hides anything but the padding this request was opened with."""
+        """Raise ValueError unless the mask hides exactly the padding that the request was opened with."""
         ...
 
     def mark_read(self) -> None:
-        """Note that the attention function reads this layer from the pages."""
+        """Record that the attention function reads this layer from the pages."""
         ...
 
 
@@ -331,16 +363,21 @@ def attend_pages(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of the last tokens of one sequence over its visible tokens. Changes nothing.
+    """Return causal attention of the last ``q`` tokens of one sequence over all tokens that they see.
+
+    Has no side effects.
 
     Args:
-        query: ``[num_heads, q, head_dim]``, the last ``q`` of ``num_tokens`` tokens.
-        pages: One layer of all pages, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``.
+        query: The queries of these tokens, ``[num_heads, q, head_dim]``.
+        pages: All pages of one layer, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``.
         slots: The sequence's block table, int64 ``[ceil(num_tokens / page_size)]`` or longer.
-        window: Tokens that a query sees, its own included; None for all. Pages behind every window are not read.
+        num_tokens: Number of tokens in the sequence.
+        scale: Factor applied to the scores.
+        window: Number of tokens that a query sees, including its own. None for all. Pages that lie before the
+            windows of all queries are not read.
 
     Returns:
-        ``[q, num_heads, head_dim]`` in the dtype of ``query``. Sums are in float32 or wider.
+        ``[q, num_heads, head_dim]`` in the dtype of ``query``, computed in float32 or wider.
     """
     width = query.shape[1]
     blocks = []
@@ -358,7 +395,10 @@ def _attend_block(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute ``query`` ``[num_heads, w, head_dim]``, whose first row is at ``position`` -> the same shape."""
+    """Return attention for ``query``, ``[num_heads, w, head_dim]``, in the same shape.
+
+    The first of the ``w`` tokens is at ``position`` in the sequence.
+    """
     page_size, num_kv_heads = pages.shape[2], pages.shape[3]
     heads, width, dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -376,7 +416,8 @@ def _attend_block(
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        # A row that sees nothing yet, because its window begins in a later group, has no finite maximum.
+        # While a query has seen no key, because its window starts in a later group of pages, its maximum is
+        # -inf.
         floor = new_top.masked_fill(new_top == -torch.inf, 0.0)
         weights, decay = scores.sub_(floor).exp_(), (top - floor).exp_()
         total = total * decay + weights.sum(-1, keepdim=True)
@@ -386,7 +427,10 @@ def _attend_block(
 
 
 def _gather(pages: torch.Tensor, slots: torch.Tensor, plane: int, num_tokens: int) -> torch.Tensor:
-    """Return K or V of some pages, ``[num_kv_heads, num_tokens, head_dim]``, as a view of one gathered buffer."""
+    """Return K (``plane`` 0) or V (1) of the first ``num_tokens`` tokens in the pages in ``slots``.
+
+    The result is ``[num_kv_heads, num_tokens, head_dim]``, a view of a copy.
+    """
     rows = pages[:, plane].index_select(0, slots)
     return rows.flatten(0, 1)[:num_tokens].transpose(0, 1)
 
@@ -394,7 +438,11 @@ def _gather(pages: torch.Tensor, slots: torch.Tensor, plane: int, num_tokens: in
 def _hidden(
     position: int, width: int, start: int, stop: int, window: int | None, scores: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return True where a query does not see a key, ``[repeats * w, keys]`` like ``scores``; None if it sees all."""
+    """Return a mask that is True where a query does not see a key, or None if every query sees every key.
+
+    The ``width`` queries start at ``position``. The keys are those of tokens ``[start, stop)``. The two axes of
+    the mask are the last two of ``scores``: the queries, repeated for each query head of a K/V head, and the keys.
+    """
     oldest = 0 if window is None else position + width - window
     if stop <= position + 1 and start >= oldest:
         return None
@@ -416,20 +464,23 @@ def tierstore_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as the function that transformers knows as "tierstore".
+    """Compute attention. This is the function registered with transformers as "tierstore".
 
-    With a TierStoreCache, ``key`` and ``value`` are those of the new tokens and the rest is read from the pages. With
-    another cache, or none, it is plain SDPA.
+    With a TierStoreCache, ``key`` and ``value`` contain only the new tokens. K and V of all earlier tokens
+    are read from the pages. With another cache, or none, this is plain SDPA.
+
+    Returns:
+        The output, ``[rows, q, num_heads, head_dim]``, and None instead of attention weights.
 
     Raises:
-        ValueError: The call asks for something that pages cannot express.
+        ValueError: The call requires something that pages cannot represent.
     """
     layer: PagedLayer | None = kwargs.pop(HANDLE, None)
     if layer is None:
         if isinstance(key, OpaqueTensor) or isinstance(value, OpaqueTensor):
             raise ValueError(
-                f"{type(module).__name__} attends to another layer's K and V: the pages cannot serve it. Run this "
-                "model without TierStoreCache"
+                f"{type(module).__name__} attends to another layer's K and V, which TierStoreCache does not support: "
+                "run this model without TierStoreCache"
             )
         mask = _sdpa_mask(query, key, attention_mask)
         return sdpa_attention_forward(
@@ -443,8 +494,8 @@ def tierstore_attention(
     )
     if present or dropout:
         raise ValueError(
-            f"TierStoreCache does not support {', '.join(present) or 'dropout: call model.eval()'} "
-            f"(attention of {type(module).__name__})"
+            f"TierStoreCache does not support {', '.join(present) or 'dropout'}, which {type(module).__name__} passes "
+            f"to attention: {'run this model without it' if present else 'call model.eval()'}"
         )
     _check_mask(module, layer, query, attention_mask, kwargs.get("is_causal"))
     layer.mark_read()
@@ -473,7 +524,10 @@ def _attend_old(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Compute rows that have tokens before the new ones: read their pages, with GPU kernels where possible."""
+    """Compute attention over pages for ``rows`` and write it into ``out``, with GPU kernels if possible.
+
+    ``rows`` contains the index and the span of each row.
+    """
     spans = [span for _, span in rows]
     news = [slice(query.shape[2] - (span.stop - span.start), None) for span in spans]
     queries = [query[row, :, new] for (row, _), new in zip(rows, news, strict=True)]
@@ -491,7 +545,10 @@ def _attend_old(
 def _attend_new(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute a prompt without a reused prefix: plain causal SDPA over its own K and V, ``[heads, q, dim]`` each."""
+    """Compute the attention of a prompt that reuses no prefix, by plain causal SDPA over its own K and V.
+
+    All tensors are ``[heads, q, dim]``.
+    """
     out, _ = sdpa_attention_forward(module, query[None], key[None], value[None], None, scaling=scale)
     return out[0]
 
@@ -503,20 +560,25 @@ def _checked_call(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of the new tokens. ValueError unless this is attention over them as the pages hold them."""
+    """Return K and V of the new tokens.
+
+    Raises:
+        ValueError: The call is not attention over the K and V that the pages contain.
+    """
     handed, name = layer.handed, type(module).__name__
     if handed is None or not handed.is_whole(key, value):
         raise ValueError(
-            f"{name} does not attend to K and V as the cache returned them, but to something made of them: the pages "
-            "hold other values. Run this model without TierStoreCache"
+            f"{name} does not attend to K and V as the cache returned them, so the pages do not contain the values "
+            "that it attends to: run this model without TierStoreCache"
         )
     key, value = handed.plain
     rows, kv_heads, width, dim = key.shape
     found = (query.shape[0], query.shape[2], query.shape[3])
     if found != (rows, width, dim) or query.shape[1] % kv_heads:
         raise ValueError(
-            f"{name} attends with queries {tuple(query.shape)} over new K {tuple(key.shape)}: TierStoreCache needs one "
-            "query for each new token, and a whole number of query heads for each K/V head"
+            f"{name} attends with queries of shape {tuple(query.shape)} over new K of shape {tuple(key.shape)}, both "
+            "[rows, heads, tokens, head_dim]: TierStoreCache needs one query for each new token, and a whole number of "
+            "query heads for each K/V head"
         )
     return key, value
 
@@ -528,28 +590,34 @@ def _check_mask(
     mask: torch.Tensor | None,
     is_causal: bool | None,
 ) -> None:
-    """Raise ValueError unless the mask hides exactly the future, the padding, and tokens behind the window."""
+    """Raise ValueError unless the mask hides exactly later tokens, padding, and tokens before the window."""
     name = type(module).__name__
     window, padding = None, mask
     if isinstance(mask, SlidingMask):
         window, padding = mask.window, mask.padding
     elif mask is not None and mask.ndim != 2:
         raise ValueError(
-            f"{name} uses an attention mask of its own, {tuple(mask.shape)}: TierStoreCache supports causal attention "
-            "and sliding windows, and padding on the left. Run this model, or this request, without TierStoreCache"
+            f"{name} uses a custom attention mask of shape {tuple(mask.shape)}, but TierStoreCache supports only "
+            "causal attention, sliding windows, and left padding. Run this model or request without TierStoreCache"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and not causal and query.shape[2] > 1:
-        raise ValueError(f"{name} is bidirectional: TierStoreCache supports causal attention only")
+        raise ValueError(
+            f"{name} is bidirectional, but TierStoreCache supports only causal attention: run this model without it"
+        )
     if window != layer.window:
         raise ValueError(
-            f"{name} attends within {window} tokens, its configuration says {layer.window}: the pages cannot serve it"
+            f"{name} uses sliding_window={window}, but the model's configuration says sliding_window={layer.window}: "
+            "run this model without TierStoreCache"
         )
     layer.check_mask(padding)
 
 
 def _sdpa_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the 4D mask that plain SDPA needs; None if causality or full visibility needs none."""
+    """Return the 4D mask for plain SDPA, or None if SDPA needs none.
+
+    It needs none for plain causal attention, and for a single query that sees all keys.
+    """
     width, length = query.shape[2], key.shape[2]
     window: int | None = None
     # A sliding cache passes only the last keys, but the mask covers all tokens.
@@ -589,15 +657,15 @@ def tierstore_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Make masks as the function that transformers knows as "tierstore".
+    """Create the mask for attention. This is the function registered with transformers as "tierstore".
 
-    Causality, windows and lengths come from the block table. So a causal mask is passed to the attention function as
-    the 2D mask of padding, or None, and a sliding one as a 2D tensor that says so (``SlidingMask``). Any other pattern,
-    such as images or a prefix with attention in both directions, or a static cache that is longer than its content,
-    becomes the 4D mask of SDPA, which pages refuse.
+    Attention over pages derives causality, windows and lengths from the block table. So a causal mask becomes
+    just the 2D padding mask, or None, and the mask of a sliding window becomes a 2D placeholder
+    (``SlidingMask``). All other patterns become a 4D mask, which SDPA accepts and attention over pages rejects.
+    Such patterns come from images, bidirectional prefixes, and a static cache that is longer than its content.
     """
     if isinstance(attention_mask, SlidingMask) and attention_mask.window == local_size:
-        # With a static cache ``generate`` makes masks in advance, and passes them to the model as 2D masks.
+        # With a static cache, ``generate`` creates masks in advance and passes them to the model as 2D masks.
         attention_mask = attention_mask.padding
     whole = not isinstance(q_offset, torch.Tensor) and kv_offset + kv_length == q_offset + q_length
     if whole and mask_function is causal_mask_function:
@@ -625,16 +693,20 @@ def tierstore_mask(
 
 
 def _slides(mask_function: Callable[..., Any], window: int) -> bool:
-    """Return whether a mask function is transformers' causal sliding window of this length, with nothing added.
+    """Return whether a mask function is exactly transformers' causal sliding window of this length.
 
-    It is created anew for each call, so its code and the values in its closure are compared. False if in doubt.
+    transformers creates a new function for each call, so its code and the values in its closure are compared.
+    If in doubt, the result is False.
     """
     known = sliding_window_causal_mask_function(window)
     return bool(_shape_of(mask_function) == _shape_of(known))
 
 
 def _shape_of(function: Any) -> Any:
-    """Return a function as its code and the values in its closure, with functions among them treated likewise."""
+    """Return a function's code and the values in its closure, for comparison with another function.
+
+    Functions among these values are represented in the same way.
+    """
     if isinstance(function, tuple):
         return tuple(_shape_of(each) for each in function)
     if not isinstance(function, FunctionType):

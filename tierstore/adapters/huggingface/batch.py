@@ -1,7 +1,7 @@
-"""The sequences of one request: a batch with left padding, several answers to one prompt, or beams.
+"""The sequences of one request: a left-padded batch, several answers to one prompt, or beams.
 
-transformers counts columns, which are the same for all rows. A row's tokens begin after its padding. Pages hold no
-padding: they are the pages of the unpadded sequence, whatever else is in the batch.
+transformers counts the columns of the padded batch, and all rows have the same number of columns. A row's tokens
+start after its padding. Pages contain no padding: each row has the pages that its unpadded sequence would have alone.
 """
 
 from __future__ import annotations
@@ -23,19 +23,27 @@ from tierstore.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a forward pass does to one row: queries for tokens ``[start, stop)``, keys in ``slots``."""
+    """One row's part of a forward pass.
+
+    The pass computes tokens ``[start, stop)`` of the row. K and V of these and all earlier tokens are in
+    ``slots``.
+    """
 
     start: int
     stop: int
     slots: torch.Tensor
-    """The block table, int64 ``[pages]``; NO_PAGE behind a window."""
+    """The row's block table, int64 ``[pages]``, on the pages' device. NO_PAGE for pages that were dropped."""
     pages: NDArray[np.int64]
-    """The same block table on the host."""
+    """The same block table in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where new K and V go: column ``columns[i]`` of row ``rows[i]`` to ``offsets[i]`` in ``slots[i]``; int64."""
+    """The places to which a forward pass writes new K and V. All tensors are int64.
+
+    K and V in row ``rows[i]`` and column ``columns[i]`` of the pass's input are written to token
+    ``offsets[i]`` of the page in slot ``slots[i]``. Columns are counted from the first one fed in the pass.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -44,16 +52,19 @@ class Places:
 
 
 class PagedBatch:
-    """The rows of a request. Row r is one sequence after ``paddings[r]`` columns of padding. Not thread-safe."""
+    """The rows of a request. Row r has ``paddings[r]`` columns of padding, followed by a sequence. Not thread-safe."""
 
     def __init__(
         self, terms: Terms, prompts: Sequence[Sequence[int]], width: int, tail: Tail | None = None
     ) -> None:
-        """Open every prompt.
+        """Open a sequence for every prompt.
 
         Args:
-            width: Columns of the padded batch.
-            tail: A half-full page that the only prompt may continue.
+            terms: Options of the request.
+            prompts: The unpadded prompts.
+            width: Number of columns in the padded batch.
+            tail: The partially filled last page of an earlier request. Allowed for a single prompt, which
+                continues the page if its tokens match.
         """
         self.terms = terms
         self.rows: list[PagedSequence] = []
@@ -69,9 +80,9 @@ class PagedBatch:
         hits = [pad + row.held for pad, row in zip(self.paddings, self.rows, strict=True)]
         start = max(0, min(*hits, width - 1))
         self.columns = [start] * terms.num_models
-        """Columns that each model has fed."""
+        """For each model, the number of columns in the cache: found in the store, or fed since."""
         self.behind = 0
-        """Number of these columns that must be fed again, because their stored pages did not arrive."""
+        """How many of the last columns must be fed again, because their stored pages could not be loaded."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -79,28 +90,38 @@ class PagedBatch:
 
     @property
     def shared_pages(self) -> int:
-        """Number of pages that at least two rows share now."""
+        """Return how many pages are currently used by at least two rows."""
         pointing = Counter(slot for row in self.rows for slot in set(row.table.slots) if slot != NO_PAGE)
         return sum(count > 1 for count in pointing.values())
 
     @property
     def arriving(self) -> bool:
-        """Whether a part of the stored prefixes is still in flight."""
+        """Return whether pages of a stored prefix may still be in flight."""
         return any(row.arrival is not None for row in self.rows)
 
     def comes(self) -> bool:
-        """Wait until the first layers of the stored prefixes are in flight. False if some of them failed."""
+        """Wait until the copies of the first layer of all stored prefixes have been submitted.
+
+        Return False if this failed for a row. The caller must then call ``settle``.
+        """
         coming = [row.arrival is None or row.arrival.comes() for row in self.rows]
         return all(coming)
 
     def await_layer(self, group: int, index: int) -> None:
-        """Make the caller's stream wait for this layer of KV group ``group``, as far as it arrives."""
+        """Make the caller's current stream wait for layer ``index`` of KV group ``group`` in all rows.
+
+        On the CPU, the caller itself waits.
+        """
         for row in self.rows:
             if row.arrival is not None:
                 row.arrival.layer(group, index)
 
     def settle(self) -> bool:
-        """Wait for everything in flight. Returns whether something failed; then forward passes since then are void."""
+        """Wait for all stored pages in flight. Return True if any could not be loaded.
+
+        In this case, the results of forward passes that ran in the meantime are invalid, and the last
+        ``behind`` columns must be fed again.
+        """
         lost = [row.settle() for row in self.rows]
         if not any(lost):
             return False
@@ -113,13 +134,15 @@ class PagedBatch:
         return True
 
     def owed(self, rows: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the tokens and positions of the columns ``behind``, to be fed with the next ones.
+        """Return the tokens and positions of the last ``behind`` columns, which must be fed again.
+
+        From now on, these columns count as columns that have not been fed.
 
         Args:
-            rows: Number of rows that are fed.
+            rows: Number of rows in the next pass, a multiple of the rows in the cache.
 
         Returns:
-            Two lists with one entry per row. From now on these columns count as not fed.
+            The tokens and the positions. Each is a list with one list per row of the next pass.
         """
         first, stop = self.columns[0] - self.behind, self.columns[0]
         self.columns, self.behind = [first] * len(self.columns), 0
@@ -133,22 +156,34 @@ class PagedBatch:
         return tokens, positions
 
     def expand(self, rows: int) -> None:
-        """Repeat each row so that there are ``rows`` of them (``num_return_sequences``, beams). Pages are shared."""
+        """Repeat each row until there are ``rows`` rows, for ``num_return_sequences`` or beams.
+
+        The copies of a row are adjacent and share its pages.
+
+        Raises:
+            ValueError: ``rows`` is not a multiple of the current number of rows.
+        """
         times, odd = divmod(rows, len(self.rows))
         if odd or not times:
-            raise ValueError(f"this cache holds {len(self.rows)} sequences, the model runs a batch of {rows}")
+            raise ValueError(
+                f"this cache holds {len(self.rows)} sequences, but the model runs a batch of {rows}: create a "
+                "TierStoreCache for the prompts of this batch"
+            )
         if times > 1:
             self.select([row for row in range(len(self.rows)) for _ in range(times)])
 
     def select(self, indices: Sequence[int]) -> None:
-        """Replace row ``i`` by the present row ``indices[i]``: winning beams are forked, losing ones end.
+        """Replace row ``i`` with the current row ``indices[i]``.
+
+        A row that is selected several times is forked. A row that is not selected is closed. Unless all rows
+        stay in place, this first waits for pages in flight.
 
         Raises:
-            ValueError: ``indices`` is empty or names a row that does not exist. Nothing changes.
+            ValueError: ``indices`` is empty or contains an invalid index. Nothing has changed.
         """
         if not indices or not all(0 <= index < len(self.rows) for index in indices):
             raise ValueError(
-                f"indices must name at least one row, from 0 to {len(self.rows) - 1}, got {list(indices)}"
+                f"indices must select at least one row, each from 0 to {len(self.rows) - 1}, got {list(indices)}"
             )
         if list(indices) == list(range(len(self.rows))):
             return
@@ -165,11 +200,16 @@ class PagedBatch:
                 row.close()
 
     def expect(self, token_ids: Sequence[Sequence[int]], first_column: int) -> None:
-        """Raise ValueError if these tokens, one list per row, fed from ``first_column`` on, contradict the prompts."""
+        """Raise ValueError if tokens differ from the prompts. Tokens after the end of a prompt are not checked.
+
+        Args:
+            token_ids: One list of tokens per row, including padding.
+            first_column: The column of the first token in each list.
+        """
         times, odd = divmod(len(token_ids), len(self.rows))
         if not odd:
             for fed, tokens in enumerate(token_ids):
-                # Rows that will be repeated (``expand``) are fed side by side.
+                # Rows that will be repeated (``expand``) are adjacent in the input.
                 index = fed // times
                 start = max(0, first_column - self.paddings[index])
                 stop = max(0, first_column + len(tokens) - self.paddings[index])
@@ -178,13 +218,19 @@ class PagedBatch:
     def begin(
         self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None
     ) -> tuple[list[Span], Places]:
-        """Prepare for ``width`` columns of ``model``: allocate space in one step for all rows.
+        """Prepare to feed ``width`` columns to ``model``. Waits for free slots, for all rows at once.
 
         Args:
-            token_ids: ``width`` tokens for each row; None if unknown.
+            model: Index of the model.
+            width: Number of columns.
+            token_ids: ``width`` tokens for each row. None if unknown.
+
+        Returns:
+            One span per row, and the places to which new K and V must be written. Rows with equal content
+            that are fed equal tokens are written only once.
 
         Raises:
-            CapacityError: HBM has no space for them.
+            CapacityError: HBM did not have enough space in time.
         """
         stop = self.columns[model] + width
         self._step = self._leaders(model, width, token_ids)
@@ -204,12 +250,15 @@ class PagedBatch:
         return spans, self._places(writes, tables, stop - width)
 
     def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
-        """Note that all layers of ``model`` have written what ``begin`` prepared."""
+        """Record that all layers of ``model`` have written the tokens prepared by ``begin``.
+
+        Rows that were equal to a written row become forks of it.
+        """
         for index in sorted(set(self._step)):
             start, stop = self._positions(index, model, width)
             tokens = None if token_ids is None else token_ids[index][width - (stop - start) :]
             self.rows[index].finish(model, start, stop, tokens)
-        # The followers were equal until now; the tokens fed to them are their own.
+        # Only leaders were written. Replace each other row by a fork of its leader, but keep its own prompt.
         if self._step != list(range(len(self.rows))):
             expected = [row.expected for row in self.rows]
             self.select(self._step)
@@ -218,7 +267,10 @@ class PagedBatch:
         self.columns[model] += width
 
     def crop(self, model: int, columns: int) -> None:
-        """Remove the last ``columns`` of ``model``. If it is the first model, they are removed for all models."""
+        """Remove the last ``columns`` columns of ``model``.
+
+        If ``model`` is 0, the first model, the columns are removed for all models and their pages are released.
+        """
         self.settle()
         stop = max(0, self.columns[model] - columns)
         self.behind = max(0, self.behind - columns)
@@ -229,7 +281,7 @@ class PagedBatch:
         self.columns[model] = stop
 
     def reset(self) -> None:
-        """Start again with nothing, whatever was dropped behind a window."""
+        """Remove all tokens. Unlike ``crop``, this also works after pages outside a window were dropped."""
         self.settle()
         self.behind = 0
         for row in self.rows:
@@ -237,9 +289,10 @@ class PagedBatch:
         self.columns = [0] * self.terms.num_models
 
     def take_tail(self) -> Tail | None:
-        """Return the half-full last page of the only row, if it exists and is not shared.
+        """Remove the partially filled last page from the only row and return it.
 
-        The row then ends before it.
+        The caller owns the page's slot. Return None if there are several rows, or if the row has no such page
+        or shares it.
         """
         self.settle()
         tail = self.rows[0].take_tail() if len(self.rows) == 1 else None
@@ -249,19 +302,25 @@ class PagedBatch:
         return tail
 
     def close(self) -> None:
-        """End all rows. Calling it again has no effect."""
+        """Close all rows, which seals their full pages and frees all others. Idempotent."""
         for row in self.rows:
             row.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _positions(self, index: int, model: int, width: int) -> tuple[int, int]:
-        """Return the range of tokens of a row in the next ``width`` columns; empty if they are all padding."""
+        """Return the positions ``(start, stop)`` of a row's tokens in the next ``width`` columns of ``model``.
+
+        ``start`` equals ``stop`` if these columns are all padding.
+        """
         pad, start = self.paddings[index], self.columns[model]
         return max(0, start - pad), max(0, start + width - pad)
 
     def _leaders(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> list[int]:
-        """Return for each row the first row that is equal and is fed the same; that row writes for all of them."""
+        """Return the leader of each row: the first row that has the same content and is fed the same tokens.
+
+        Only leaders are written. If the tokens are unknown, each row is its own leader.
+        """
         leaders: list[int] = []
         for index, row in enumerate(self.rows):
             twin = index
@@ -280,10 +339,11 @@ class PagedBatch:
     def _grow(self, writes: dict[int, tuple[int, int]]) -> None:
         needs = {index: self.rows[index].missing_slots(*write) for index, write in writes.items()}
         total = sum(needs.values())
-        slots = self.terms.store.allocate(total, timeout_s=self.terms.timeout_s) if total else []
+        slots = self.terms.store.allocate(total, timeout_s=self.terms.space_s) if total else []
         for index, count in needs.items():
             taken, slots = slots[:count], slots[count:]
-            # Earlier rows may have copied a page that this one shared with them; then it needs one slot less.
+            # If an earlier row has just copied a page that it shared with this row, the page is no longer
+            # shared, so this row needs one slot less.
             spare = count - self.rows[index].missing_slots(*writes[index])
             if spare:
                 self.terms.store.free(taken[:spare])

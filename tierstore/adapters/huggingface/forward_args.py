@@ -1,7 +1,7 @@
-"""The arguments of a forward pass: what the model is fed, and checks for what pages cannot express.
+"""Reads and edits the arguments of a forward pass, and rejects inputs that pages cannot represent.
 
-Use that would silently give wrong answers (images, other positions, a mask with holes) raises a ValueError that says
-what to do instead.
+Images, unexpected positions or a mask with holes would silently produce wrong answers. They cause a
+ValueError that explains what to do instead.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def check_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError for a prompt with placeholders of images, audio or video."""
+    """Raise ValueError if a prompt contains placeholders for images, audio or video."""
     places = placeholders(model.config)
     for name, token in sorted(places.items()):
         if any(token in prompt for prompt in prompts):
             raise ValueError(
-                f"the prompt holds token {token}, {name} of {type(model).__name__}: TierStoreCache keeps K and V of "
-                "text alone, extra= does not change that. Run requests with images, audio or video without it"
+                f"the prompt contains token {token}, {name} of {type(model).__name__}, but TierStoreCache keeps "
+                "K and V of text only, even with extra=. Run requests with images, audio or video without "
+                "TierStoreCache"
             )
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration is that of a text model, not of one that contains a text model."""
+    """Return whether this is the configuration of a text model, not of a model that contains one."""
     return config.get_text_config(decoder=True) is config
 
 
 def placeholders(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the tokens that stand for images, audio and video in prompts, by their names in a configuration."""
+    """Return the tokens that stand for images, audio and video, by their names in the configuration.
+
+    The result is empty for a text model.
+    """
     if is_text_alone(config):
         return {}
     names = {name for name in config.to_dict() if _PLACEHOLDER.fullmatch(name)}
@@ -43,7 +47,7 @@ def placeholders(config: PreTrainedConfig) -> dict[str, int]:
 
 
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(pad_|latent_|prompt_|patch_)?(token_)?(id|index)")
-"""Names of placeholders in configurations of transformers 5."""
+"""Matches the names of placeholder tokens in configurations of transformers 5."""
 
 _TOKENS = frozenset(
     {
@@ -57,32 +61,32 @@ _TOKENS = frozenset(
         "position_ids",
     }
 )
-"""Inputs besides a cache that are accepted: the tokens in some form, and what changes neither K nor V."""
+"""Inputs that may contain tensors: tokens, inputs checked elsewhere, and inputs that do not affect K/V."""
 
 
 def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a call, without token types that are all 0 (text).
+    """Return the keyword arguments of a call, without token types that are all 0 (text).
 
-    Keys are made of tokens, and the placeholders of two images are equal. Also, the part that a warm cache leaves to
-    compute may begin inside an image.
+    Inputs such as images are rejected for two reasons. Page keys depend only on tokens, and different images
+    have the same placeholder tokens. Also, the part of a prompt that is not cached may begin within an image.
 
     Raises:
-        ValueError: The model is given images, audio or anything else that K and V would depend on.
+        ValueError: The model is given images, audio or other inputs that K and V would depend on.
     """
     kwargs = {name: value for name, value in kwargs.items() if not _is_text(name, value)}
     given = dict(zip(_parameters(type(module).forward), args, strict=False)) | kwargs
     others = sorted(name for name, value in given.items() if name not in _TOKENS and _has_tensors(value))
     if others:
         raise ValueError(
-            f"{type(module).__name__} was given {', '.join(others)}: TierStoreCache keeps K and V of text alone, "
-            "extra= does not change that. Run requests with images, audio, video or an encoder's output without it"
+            f"{type(module).__name__} was given {', '.join(others)}, but TierStoreCache keeps K and V of text only, "
+            "even with extra=. Run requests with images, audio, video or an encoder's output without TierStoreCache"
         )
     return kwargs
 
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a model's ``forward`` parameters, in order."""
+    """Return the parameter names of a model's ``forward``, in order."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
@@ -95,37 +99,49 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_text(name: str, value: Any) -> bool:
-    """Return whether these are token types that are all 0, that is, text only."""
+    """Return whether these are token types that are all 0, which means text only."""
     return name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not bool(value.any())
 
 
 def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: int) -> None:
-    """Check the positions ``[rows or 1, width]`` of the tokens fed after ``columns``, since K depends on them.
+    """Check the positions of the tokens that are fed to a cache with ``columns`` columns.
 
-    Models of images and text have several per token, ``[axes, rows or 1, width]``, which are equal for text. Positions
-    also reveal padding, and a warm cache that is fed the whole prompt again, which ``generate`` does not notice.
+    K depends on the positions. The check also detects wrong padding, and a whole prompt that is fed again to a
+    warm cache. ``generate`` does not detect the latter.
+
+    Args:
+        positions: ``[rows or 1, width]``. Models for images and text have several positions per token,
+            ``[axes, rows or 1, width]``, which are equal for text.
+        paddings: Number of columns of padding on the left of each row.
+        columns: Number of columns in the cache.
 
     Raises:
-        ValueError: A position is not that of its token.
+        ValueError: A token has the wrong position.
     """
     width = positions.shape[-1]
     wanted = torch.arange(columns, columns + width)[None] - torch.tensor(paddings)[:, None]
-    # Padding has no position.
+    # Positions of padding are not checked.
     if bool(((positions.cpu() != wanted) & (wanted >= 0)).any()):
         raise ValueError(
-            f"a cache of {columns} columns was fed {width} tokens at positions that are not their own; the last are at "
-            f"{positions[..., -1].tolist()}, wanted: {wanted[:, -1].tolist()}. One TierStoreCache serves one generate. "
-            f"If a prompt is padded ({list(paddings)} columns here) or holds the pad token, give TierStoreCache and "
-            "generate the same attention_mask of ones and zeros"
+            f"a cache of {columns} columns was given {width} tokens at wrong positions: the last token of each row is "
+            f"at {_listed(positions[..., -1].flatten().tolist())}, but must be at {_listed(wanted[:, -1].tolist())}. "
+            f"Create a TierStoreCache for each call of generate. If prompts are padded (here by "
+            f"{_listed(paddings)} columns) or contain the pad token, give TierStoreCache and generate the same "
+            "attention_mask of ones and zeros"
         )
 
 
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
-    """Raise ValueError for a mask that hides anything but the padding: pages hold no padding and no holes."""
+    """Raise ValueError unless the mask hides exactly the padding. Pages have no padding and no holes."""
     visible = not any(paddings)
     if mask is not None:
         seen = mask != 0
-        # First holes, then hidden columns, with a single wait for the GPU.
+        # One tensor has the number of holes in each row, then the number of hidden columns, so that the host
+        # waits for the GPU only once.
         wanted = [0] * len(seen) + [min(pad, mask.shape[-1]) for pad in paddings]
         visible = mask.ndim == 2
         if visible:
@@ -133,13 +149,13 @@ def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
             visible = torch.cat([holes, (~seen).sum(-1)]).tolist() == wanted
     if not visible:
         raise ValueError(
-            f"the attention mask does not fit the padding this cache was made for, {list(paddings)} columns on the "
-            "left: give TierStoreCache and generate the same attention_mask, with nothing hidden but padding"
+            f"the attention mask must hide only the padding that this cache was created for ({_listed(paddings)} "
+            "columns on the left of the rows): give TierStoreCache and generate the same attention_mask"
         )
 
 
 _BY_COLUMN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
-"""Arguments with one entry per fed column; a mask covers the columns before them, too."""
+"""Arguments with one entry per fed column. A mask is not one of them: it also covers earlier columns."""
 
 
 def _from(name: str, given: torch.Tensor, first: int) -> torch.Tensor:
@@ -148,7 +164,7 @@ def _from(name: str, given: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]] | None:
-    """Return the tokens of each row; None if the model is fed embeddings."""
+    """Return the tokens fed to each row, or None if the model is fed embeddings."""
     ids = _input_ids(args, kwargs)
     if ids is None:
         return None
@@ -157,7 +173,7 @@ def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:
-    """Return whether a cache that holds ``columns`` is fed all of them again, with new ones after them."""
+    """Return whether a call feeds again, before new columns, the ``columns`` columns that the cache already has."""
     ids = _input_ids(args, kwargs)
     if ids is None or not 0 < columns < ids.shape[1]:
         return False
@@ -168,7 +184,7 @@ def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddi
 def from_column(
     args: tuple[Any, ...], kwargs: dict[str, Any], first: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same call without the columns before ``first``."""
+    """Return the arguments without the columns before ``first``."""
     if args:
         args = (args[0][:, first:], *args[1:])
     cut = {
@@ -180,11 +196,15 @@ def from_column(
 
 
 def fed_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of rows and columns that are fed. ValueError if that cannot be determined."""
+    """Return the number of rows and columns that are fed.
+
+    Raises:
+        ValueError: The call has neither tokens nor embeddings.
+    """
     fed = args[0] if args else kwargs.get("input_ids")
     fed = kwargs.get("inputs_embeds") if fed is None else fed
     if not isinstance(fed, torch.Tensor):
-        raise ValueError("the model was fed neither input_ids nor inputs_embeds")
+        raise ValueError("the model was called with neither input_ids nor inputs_embeds")
     return fed.shape[0], fed.shape[1]
 
 
@@ -195,7 +215,10 @@ def with_tokens_before(
     positions: torch.Tensor,
     embed: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same call with these tokens, at these positions, before the others; ``[rows, n]`` each."""
+    """Return the arguments with these tokens and positions prepended. Both are ``[rows, n]``.
+
+    If the model is fed embeddings, ``embed`` computes the embeddings of these tokens.
+    """
     text = torch.zeros_like(tokens)
     before = {
         "input_ids": tokens,
@@ -217,7 +240,7 @@ def with_tokens_before(
 
 
 def last_columns(output: Any, width: int, of: int) -> Any:
-    """Return a model's output for the last ``width`` of the ``of`` columns that it was fed."""
+    """Cut a model's output for ``of`` columns to its last ``width`` columns. Mappings are changed in place."""
     if isinstance(output, torch.Tensor):
         return output[:, -width:] if output.ndim > 1 and output.shape[1] == of else output
     if isinstance(output, tuple):
@@ -229,9 +252,9 @@ def last_columns(output: Any, width: int, of: int) -> Any:
 
 
 def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:
-    """Return the position of each row's last token; None unless positions are given per column.
+    """Return the position of each row's last token, or None if positions are not given per column.
 
-    With several axes, ``[axes, rows, width]``, the first one is used.
+    If each token has several positions, ``[axes, rows, width]``, the first axis is used.
     """
     if positions is not None and positions.ndim == 3:
         positions = positions[0]

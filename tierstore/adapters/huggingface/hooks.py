@@ -1,10 +1,11 @@
-"""What open caches attach to a user's model and remove again: hooks of forward passes, and a view of whole prompts.
+"""Hooks that open caches add to a user's model, to see its forward passes and the prompts of ``generate``.
 
-All caches that are open on a model share one ``ModelHooks``. The first cache installs it. When the last one is closed
-or garbage-collected, the model is as it was, without any added hook or attribute, and with all values unchanged.
+All caches that are open on a model share one ``ModelHooks``, installed by the first cache. When the last of
+these caches is closed or garbage-collected, all added hooks and attributes are removed, and the model's own
+attributes are restored.
 """
 
-# torch leaves some of its functions untyped:
+# torch leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -26,46 +27,48 @@ Kwargs = dict[str, Any]
 
 
 class HookedCache(Protocol):
-    """A cache that takes part in the forward passes it is given to."""
+    """A cache whose methods run in each forward pass that receives it as an argument."""
 
     def _check_inputs(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Called before the whole model runs. Returns the arguments for the call."""
+        """Check the arguments of a call of the whole model before it runs. Return the arguments to use."""
         ...
 
     def _see_tokens(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Called before the model below the head runs. Returns the arguments for the call."""
+        """Check the arguments of the base model (without the head) before it runs. Return those to use."""
         ...
 
     def _see_positions(self, positions: torch.Tensor) -> None:
-        """Called before the model below the head, or a text model in it, runs at these positions."""
+        """Check the positions with which the base model, or a text model in it, is about to run."""
         ...
 
     def _end_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        """Called after the model below the head ran. Returns another output, or None to keep it."""
+        """Finish a pass of the base model. Return a new output, or None to keep ``output``."""
         ...
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
-        """Raise ValueError unless these are the prompts of the cache, ``[rows, T]``, padding included."""
+        """Raise ValueError unless ``input_ids``, ``[rows, T]`` with padding, are the prompts of the cache."""
         ...
 
 
 _lock = RLock()
 """Held while hooks are added or removed.
 
-A finalizer may remove some meanwhile, but then the model has an open cache.
+It is reentrant, because a cache's finalizer may run on the thread that holds it. The finalizer removes no
+hooks while the model has an open cache.
 """
 
 
 def attach(model: PreTrainedModel, cache: HookedCache) -> tuple[ModelHooks, Callable[[], object]]:
-    """Let ``cache`` take part in the passes of ``model``. Thread-safe.
+    """Connect ``cache`` to the forward passes of ``model``, and install the hooks if needed. Thread-safe.
 
     Returns:
-        The model's hooks, and a function that detaches the cache. Call it in ``close``; it is called automatically when
-            the cache is garbage-collected.
+        The model's hooks, and a function that detaches the cache. Call the function in ``close``. It also
+        runs when the cache is garbage-collected.
     """
     with _lock:
         hooks = _hooks_on(model) or ModelHooks(model)
-        # Before anything is added to the model: from here on no other cache's finalizer removes the hooks.
+        # Register the cache before the model is changed, so that no other cache's finalizer removes the
+        # hooks.
         hooks._open[id(cache)] = ref(cache)
         detach = finalize(cache, hooks._leave, id(cache))
         detach.atexit = False
@@ -83,36 +86,43 @@ def _hooks_on(model: PreTrainedModel) -> ModelHooks | None:
 
 
 class ModelHooks:
-    """What is attached to one model while caches are open. Passes each forward call to the cache given to it."""
+    """The hooks on one model while caches are open on it.
+
+    They pass each forward call to the open cache among its arguments, and ignore calls without one.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Attach nothing to the model yet; use ``attach``."""
+        """Prepare the hooks without changing the model. Callers use ``attach`` instead."""
         base = model.base_model
-        # Models of images and text compute positions on the way down; those that arrive are checked.
+        # In a model for images and text, an outer module computes the positions for the text model inside.
+        # The positions of all these modules are checked.
         parts = [base] if is_text_alone(model.config) else list(base.modules())
         self.stateful = [each for each in parts if ROPE_STATE in vars(each)]
-        """Modules that keep positions between calls: an image shifts all later positions of its request."""
+        """Modules that keep a position shift between calls, because an image shifts all later positions."""
         self._model = model
         self._parts = [each for each in parts if isinstance(each, PreTrainedModel)]
         self._open: dict[int, ReferenceType[HookedCache]] = {}
         self._handles: list[RemovableHandle] = []
         self._own_positions: list[Any] = []
-        """What ``stateful`` kept of the user's last request without one of these caches."""
+        """The shifts that ``stateful`` modules had after the user's last pass without a TierStoreCache.
+
+        They are restored when the hooks are removed.
+        """
         self._shown: Callable[..., Any] | None = None
         self._own_prepare: Callable[..., Any] | None = None
-        """The attribute of this name that the user had set on the model."""
+        """The user's own attribute ``PREPARE_INPUTS`` on the model object. None if the class provides it."""
 
     def __reduce_ex__(self, protocol: object) -> Never:
-        """Refuse to be copied or pickled, and thereby the model: a copy would keep the hooks forever."""
+        """Raise TypeError to prevent copying or pickling the model, because the copy would keep the hooks."""
         raise TypeError(
             "a TierStoreCache is open on this model: close it before you copy or pickle the model"
         )
 
     def forget_positions(self) -> None:
-        """Drop the positions that a model of images and text keeps from the previous request.
+        """Clear the position shift that a model for images and text keeps from the previous request.
 
-        Qwen2.5-VL and its relatives keep ``rope_deltas``, by which an image shifts all later positions, and add them to
-        the positions of any request that begins with a warm cache.
+        Qwen2.5-VL and related models keep ``rope_deltas``, the shift that an image causes in later positions.
+        They add it to the positions of every request that starts with a warm cache, even without images.
         """
         for module in self.stateful:
             setattr(module, ROPE_STATE, None)
@@ -133,11 +143,11 @@ class ModelHooks:
         self._show_prompts()
 
     def _show_prompts(self) -> None:
-        """Make ``model.generate`` show each whole prompt to the cache it is given.
+        """Make ``model.generate`` pass each whole prompt to ``expect_prompt`` of its cache.
 
-        A forward pass is fed only what a warm cache does not hold, so nothing else shows whether the beginning of the
-        prompt is the one that the cache was made for. Prompts computed in chunks, and prompts of which only the rest is
-        passed, are not seen.
+        A forward pass only gets the tokens that are not cached, so it cannot check that the prompt begins
+        with the cached tokens. A prompt is not checked if it is computed in chunks, or if the caller passes
+        only its uncached rest.
         """
         prepare = getattr(self._model, PREPARE_INPUTS, None)
         if prepare is None:
@@ -166,7 +176,8 @@ class ModelHooks:
         for handle in handles:
             handle.remove()
         shown, self._shown = self._shown, None
-        # An attribute that the user set meanwhile is theirs. It keeps calling ``shown``, which finds no open cache.
+        # If the user has replaced the attribute since, keep theirs. If it calls ``shown``, no open cache is
+        # found there, so nothing is checked.
         if shown is not None and vars(self._model).get(PREPARE_INPUTS) is shown:
             if self._own_prepare is None:
                 delattr(self._model, PREPARE_INPUTS)
@@ -207,7 +218,7 @@ class ModelHooks:
         return None if cache is None else cache._end_pass(module, args, kwargs, output)
 
     def _after_own_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Record the positions that a pass without one of these caches left on the model."""
+        """After a pass without a TierStoreCache, record the position shifts that it left on the model."""
         if self._given(args, kwargs) is None:
             found = [getattr(each, ROPE_STATE) for each in self.stateful]
             self._own_positions = [

@@ -1,12 +1,13 @@
-"""The identity of a model, and whether its weights are still those that its pages were made with.
+"""Computes the identity of a model, and checks that pages were computed with the model's current weights.
 
-Parameters and buffers are only a part of what decides K/V. Quantised modules keep packed weights in their own objects,
-adapters (PEFT) are switched on and off by plain attributes, and a module may have tensors, hooks or a ``forward`` that
-its class does not have. ``inventory`` finds all of it. What a model newly built from the same configuration also has is
-left out, so a plain model is described by its parameters and buffers alone.
+Parameters and buffers are only a part of what affects K/V. Quantized modules keep packed weights in their own
+objects, adapters (PEFT) are switched on and off by plain attributes, and a module may have tensors, hooks or
+a ``forward`` that its class does not have. ``inventory`` finds all of them. The description omits everything
+that a newly built model with the same configuration has too, so a plain model is described by its parameters
+and buffers alone.
 """
 
-# torch leaves some of its functions untyped:
+# torch leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -38,28 +39,31 @@ _BUILT_WITH = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a model's weights at one time. Equal states compute equal K/V."""
+    """State of a model's weights at one time. While the state is the same, equal tokens have equal K/V."""
 
     generation: int
-    """Number of changes since the first look, of anything but adapters."""
+    """How many times ``look`` has found a change to anything except the adapters."""
     adapters: str
-    """Digest of the active adapters; empty if there is none."""
+    """Digest of the active adapters. Empty if there are none."""
     beyond: tuple[str, ...]
-    """What the model has besides the parameters and buffers that its configuration implies."""
+    """Descriptions of all differences from a newly built model with the same configuration.
+
+    The contents of ordinary parameters and buffers are not among them.
+    """
     unknown: str | None
-    """The first place that holds something which cannot be described, and what it is, or None."""
+    """The location and type of the first object that cannot be described, or None."""
     at_random: str | None = None
-    """A module in training mode that computes at random, or None."""
+    """The location of a module in training mode whose results are not reproducible, or None."""
 
 
 class Weights:
-    """The weights of one model. Thread-safe; holds no reference to the model."""
+    """Tracks the weights of one model, but keeps no reference to the model. Thread-safe."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
-        """Digest of the weights for each identity that the model had."""
+        """The digest of the weights, for each identity that the model has had."""
         self.first: dict[str, int] = {}
-        """By the fingerprint of a store whose pages the user named: the generation that its first request saw."""
+        """For each store whose model name was chosen by a user: the generation at its first request, by fingerprint."""
         self._lock = RLock()
         self._walk: Walk | None = None
         self._state: State | None = None
@@ -69,12 +73,12 @@ class Weights:
         self._base = ""
 
     def look(self, model: PreTrainedModel) -> State:
-        """Return the present state of the weights.
+        """Return the current state of the weights.
 
-        Takes about a millisecond if nothing has changed. A change is detected if it goes through tensors, modules or
-        attributes (``copy_``, ``load_state_dict``, an optimiser, another ``Parameter``, another adapter). A write
-        through ``.data`` or in NumPy leaves no trace: it is detected only if it changes one of the sampled bytes, so
-        reliably if it changes a whole tensor.
+        Takes about a millisecond if nothing has changed. Changes are detected if they are made through
+        tensors, modules or attributes (``copy_``, ``load_state_dict``, an optimizer, another ``Parameter``,
+        another adapter). A write through ``.data`` or NumPy leaves no such trace. It is detected only if it
+        changes one of the sampled bytes, which is certain only if it changes whole tensors.
         """
         with self._lock:
             walk = self._walk
@@ -87,9 +91,10 @@ class Weights:
             return self._look_anew(model)
 
     def same(self, model: PreTrainedModel, state: State) -> bool:
-        """Return whether the weights are still those of ``state``, as far as tensors and adapters show.
+        """Return whether the weights are still in the state ``state``.
 
-        Called in every pass.
+        Called in every forward pass, so it is fast: if no parameter, buffer or adapter has changed, nothing
+        else is examined.
         """
         walk = self._walk
         if walk is not None and self._state == state and not walk.weights_changed():
@@ -97,9 +102,10 @@ class Weights:
         return self.look(model) == state
 
     def digest(self, model: PreTrainedModel, seen: State | None = None) -> str:
-        """Return a digest of everything that decides K/V now, or that did when ``seen`` was taken, just before.
+        """Return a digest of everything that affects K/V.
 
-        The content of each tensor is hashed once, until it changes.
+        If the caller has just called ``look``, it can pass the result as ``seen`` to avoid a second ``look``.
+        A tensor is hashed again only if it has changed.
         """
         with self._lock:
             state = self.look(model) if seen is None or seen is not self._state else seen
@@ -112,7 +118,7 @@ class Weights:
             return joined((self._base, state.adapters, *state.beyond))
 
     def feed_base(self, model: PreTrainedModel, feed: Callable[[bytes | memoryview], None]) -> None:
-        """Pass class, configuration and all tensors of the plain model, every byte, to ``feed`` in their order."""
+        """Pass the class, configuration and tensors of the model, without adapters, to ``feed`` in a fixed order."""
         with self._lock:
             self.look(model)
             assert self._walk is not None
@@ -160,7 +166,7 @@ _lock = RLock()
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """Return the weights object of this model. Thread-safe."""
+    """Return the ``Weights`` of this model, which all its caches share. Thread-safe."""
     with _lock:
         if model not in _of_model:
             _of_model[model] = Weights()
@@ -171,30 +177,63 @@ def plain_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model, or the model itself.
 
     Raises:
-        ValueError: It is a PEFT model with learned prompts (its K/V do not follow from tokens), a compiled wrapper, or
-            not a model of transformers.
+        ValueError: ``model`` is a compiled wrapper or not a transformers model, or it is a PEFT model whose K/V
+            depend on more than the preceding tokens, because it has learned prompts, or adapters that depend on
+            the whole input.
     """
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             raise ValueError(
-                "the PEFT model learns its prompts (prefix or prompt tuning): its K/V do not follow from the tokens "
-                "alone, so pages cannot be reused; serve it without TierStore"
+                "the PEFT model learns its prompts (prefix or prompt tuning), so its K and V depend on more than the "
+                "tokens, and pages cannot be reused: serve the model without TierStore"
+            )
+        moving = [name for name, config in model.peft_config.items() if _follows_input(config)]
+        if moving:
+            kind = type(model.peft_config[moving[0]]).__name__
+            raise ValueError(
+                f"the adapter {moving[0]!r} of the PEFT model ({kind}) is weighted or switched on by the whole input "
+                "(X-LoRA, aLoRA), so K/V of a token would depend on later tokens and pages cannot be reused: serve the "
+                "model without TierStore, or delete this adapter"
             )
         return plain_model(model.get_base_model())
     if isinstance(model, PreTrainedModel):
         return model
-    inner = " (pass the model that was compiled)" if type(model).__name__ == "OptimizedModule" else ""
+    inner = ": pass the model that was compiled" if type(model).__name__ == "OptimizedModule" else ""
     raise ValueError(
-        f"model is a {type(model).__module__}.{type(model).__qualname__}{inner}, but must be a PreTrainedModel of "
-        "transformers, or a PeftModel around one"
+        "model must be a PreTrainedModel of transformers, or a PeftModel around one, got a "
+        f"{type(model).__module__}.{type(model).__qualname__}{inner}"
     )
 
 
-def _as_built(model: PreTrainedModel) -> Walk:
-    """Return the walk of a model newly built from the same configuration, without weights.
+def _follows_input(config: Any) -> bool:
+    """Return whether the effect of an adapter with this PEFT configuration depends on the whole input."""
+    named = str(getattr(config.peft_type, "value", config.peft_type))
+    return named == "XLORA" or bool(getattr(config, "alora_invocation_tokens", None))
 
-    Empty if the class cannot be built so; then everything that the model has is described.
+
+def require_in_memory(model: PreTrainedModel) -> None:
+    """Raise ValueError if weights of the model are on the meta device: offloaded, or never loaded."""
+    gone = [
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
+    if gone:
+        more = f" and {len(gone) - 1} more weights are" if gone[1:] else " is"
+        raise ValueError(
+            f"{gone[0]}{more} on the meta device: offloaded (disk_offload, cpu_offload, or a device_map with "
+            '"disk" or "cpu"), or never loaded. TierStore must read the weights to tell their pages apart from pages '
+            "of other weights: load the whole model onto one device, without offloading"
+        )
+
+
+def _as_built(model: PreTrainedModel) -> Walk:
+    """Build a model with the same configuration but without weights, and return a walk through it.
+
+    If the class cannot be built in this way, the walk is empty, so everything in ``model`` counts as a
+    difference.
     """
     try:
         with torch.device("meta"):
@@ -206,37 +245,44 @@ def _as_built(model: PreTrainedModel) -> Walk:
     return walk
 
 
-# identities of models, by the fingerprint of the pages that were described for them
+# The identities of the models whose pages have a fingerprint, by this fingerprint.
 _given: dict[str, tuple[str, ...]] = {}
 _made: set[str] = set()
-"""Identities that ``model_identity`` returned, as opposed to names that a user chose."""
+"""Identities returned by ``model_identity``, as opposed to names chosen by a user."""
 
 
 def remember(fingerprint: str, identities: tuple[str, ...]) -> None:
-    """Record whose pages have this fingerprint, unless a user chose one of the names."""
+    """Record the identities of the models whose pages have this fingerprint.
+
+    Does nothing if a user chose one of them, because only identities from ``model_identity`` describe the weights.
+    """
     if _made.issuperset(identities):
         _given[fingerprint] = identities
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Return a SHA-256 over everything that decides a model's K/V: class, configuration, weights and active adapters.
+    """Return a SHA-256 digest of everything that affects a model's K/V.
 
-    Every byte of the tensors in memory is read, so weights edited in place, merged adapters or another dtype give
-    another identity, whatever the files on disk contain. Quantised weights, tensors that are plain attributes, hooks
-    that may change a result, another ``forward``, and the source of classes that are not part of transformers count as
-    well. A PEFT model with its adapters off has the identity of the model inside. Takes about a second per gigabyte.
+    It covers class, configuration, weights and active adapters. All bytes of the tensors in memory are read,
+    so weights edited in place, merged adapters or another dtype change the identity, regardless of the files
+    on disk. Quantized weights, tensors in plain attributes, hooks that may change a result, a replaced
+    ``forward``, and the source of classes outside transformers are covered as well. A PEFT model with
+    disabled adapters has the identity of the model inside. Takes about a second per gigabyte.
 
-    Not covered: hooks that return nothing and call code that writes into the tensors that they are given.
+    Not covered: a hook that returns nothing and passes its tensors to other code, which writes to them. Only
+    Python functions that a hook calls by name are checked for writes.
 
     Raises:
-        ValueError: Weights are not in memory, or an object's content cannot be read. The message names the place.
+        ValueError: Weights are not in memory, or the contents of an object cannot be read. The message names
+            the location.
     """
     plain = plain_model(model)
+    require_in_memory(plain)
     weights = weights_of(plain)
     digest = sha256()
 
     def feed(raw: bytes | memoryview) -> None:
-        """Feed the length first, so that different lists of fields never have the same bytes."""
+        """Hash a field after its length, so that different lists of fields never produce the same bytes."""
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
 
@@ -254,17 +300,25 @@ def model_identity(model: PreTrainedModel) -> str:
 def weights_now(
     store: TierStore, models: Sequence[PreTrainedModel], *, told: bool = False
 ) -> tuple[tuple[State, ...], tuple[str, ...]]:
-    """Return the state of the models' weights, and what keys need besides tokens if the store has another name.
+    """Return the states of the models' weights, and the items by which page keys distinguish these weights.
 
-    The second value is empty while the weights are those that ``page_specs`` or ``model_identity`` saw; otherwise it is
-    one item of ``extra``, the same for the same weights in every process. If the user chose the store's name, that
-    stands for the weights at the first request, and active adapters are an item in any case.
+    There is no such item while the weights are those that ``page_specs`` or ``model_identity`` read. After a
+    change there is one item, to be added to ``extra``. Equal weights have the same item in every process. If
+    a user chose the model name of the store's pages, the name stands for the weights at the first request,
+    and active adapters always add an item.
 
     Args:
-        told: The user's own ``extra`` distinguishes these weights.
+        store: The store.
+        models: The model, and the draft model if there is one.
+        told: Whether the user's own ``extra`` distinguishes these weights. If the user also chose the model
+            name, objects that cannot be described are then allowed.
+
+    Returns:
+        The state of each model's weights, and the items for ``extra``, at most one.
 
     Raises:
-        ValueError: The pages belong to another model, or the weights have changed and cannot be distinguished.
+        ValueError: The pages belong to another model, a module in training mode has results that are not
+            reproducible, or the weights have changed and cannot be distinguished.
     """
     fingerprint = str(store.stats()["fingerprint"])
     identities = _given.get(fingerprint)
@@ -274,8 +328,8 @@ def weights_now(
         state = weights.look(model)
         if state.at_random is not None:
             raise ValueError(
-                f"{state.at_random} is in training mode, where it computes at random (dropout, noise, batch "
-                "normalisation): pages would hold K and V that no other request has. Call model.eval()"
+                f"{state.at_random} is in training mode, so its results are not reproducible (dropout, noise, "
+                "batch normalisation), and other requests must not reuse its K and V. Call model.eval()"
             )
         states.append(state)
         if identities is None:
@@ -286,11 +340,12 @@ def weights_now(
 
 
 def _unless(weights: Weights, model: PreTrainedModel, state: State, identity: str) -> str:
-    """Return the digest of a model's weights, or "" if they are those of this identity."""
+    """Return the digest of a model's weights, or "" if these are the weights of ``identity``."""
     if identity not in weights.names and model_identity(model) != identity:
         raise ValueError(
-            "the store keeps the pages of another model of the same geometry, or of this one in another dtype: open "
-            "it with page_specs of this very model (and draft model), after the last edit of its weights"
+            "the store was opened for another model of the same geometry, or for this model in another dtype: call "
+            "page_specs for this model (and its draft model) after the last change of the weights, and open the store "
+            "with the result"
         )
     _require_known(state)
     digest = weights.digest(model, state)
@@ -298,7 +353,7 @@ def _unless(weights: Weights, model: PreTrainedModel, state: State, identity: st
 
 
 def _since_first(weights: Weights, model: PreTrainedModel, state: State, fingerprint: str, told: bool) -> str:
-    """Return the active adapters, and the digest of all weights if they have changed since the first request."""
+    """Return the digest of the active adapters, or of all weights if they changed after the first request."""
     first = weights.first.setdefault(fingerprint, state.generation)
     if state.generation == first:
         return state.adapters
@@ -311,15 +366,17 @@ def _since_first(weights: Weights, model: PreTrainedModel, state: State, fingerp
 def _require_known(state: State) -> None:
     if state.unknown is not None:
         raise ValueError(
-            f"{state.unknown}: what it holds cannot be read, so pages of these weights could not be told from pages of "
-            "others. Name them with page_specs(model, page_size, model_id=...), another name for other weights"
+            f"{state.unknown}: its contents cannot be read, so pages of these weights could not be told apart from "
+            "pages of other weights. Name the weights with page_specs(model, page_size, model_id=...), and change the "
+            "name whenever the weights change"
         )
 
 
 def check_weights(model: PreTrainedModel, state: State) -> None:
-    """Raise ValueError if the model's weights or adapters are not those that a cache was made for."""
+    """Raise ValueError if the model's weights or adapters have changed since ``state``."""
     if not weights_of(model).same(model, state):
         raise ValueError(
-            "the model's weights or adapters have changed since this TierStoreCache was made: its pages hold K/V of "
-            "the weights before. Make another TierStoreCache after the change"
+            "the model's weights or adapters have changed since this TierStoreCache was created: its pages hold K "
+            "and V of the earlier weights. Create another TierStoreCache after the change; choose adapters of a PEFT "
+            "model with set_adapter, not with adapter_names="
         )

@@ -1,10 +1,10 @@
-"""A description of everything that a model holds, and a fast check whether it is unchanged.
+"""Describes everything a model contains, and detects cheaply whether it has changed.
 
-Equal descriptions compute equal K/V. One walk visits all modules: parameters, buffers, attributes of any kind, hooks,
-adapters, and the code of classes that no known package defines.
+Models with equal descriptions compute equal K/V. A single walk visits all modules. It covers parameters,
+buffers, all other attributes, hooks, adapters, and the code of classes that no known package defines.
 """
 
-# torch leaves some of its functions untyped:
+# torch leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _NOT_IDENTITY = (
     "transformers_version",
     "dtype",
 )
-"""Config entries about how a model is stored or run, not what it computes (class and dtype are hashed separately)."""
+"""Configuration entries that say how a model is stored or run. Class and dtype are hashed separately."""
 
 PREPARE_INPUTS = "prepare_inputs_for_generation"
-"""The method of a model that ``generate`` calls before each forward pass."""
+"""Name of the method that ``generate`` calls on the model before each forward pass."""
 ROPE_STATE = "rope_deltas"
-"""The attribute in which transformers' models of images and text keep positions between calls."""
+"""Name of the attribute in which models for images and text keep a position shift between calls."""
 _OF_REQUESTS = (PREPARE_INPUTS, ROPE_STATE)
-"""Attributes that come and go with requests (``hooks``) and do not affect what a model computes from tokens."""
+"""Attributes that are set for each request (see ``hooks``). They do not affect K/V of given tokens."""
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""Attributes of every module: parameters, buffers, children and hooks, which are examined separately."""
+"""Attributes of all modules: parameters, buffers, children and hooks. They are examined separately."""
 _IGNORED = frozenset(
     (
         *_OF_TORCH,
@@ -84,17 +84,21 @@ _IGNORED = frozenset(
         "warnings_issued",
     )
 )
-"""Attributes about how a model was loaded or how ``generate`` uses it, not what it computes."""
+"""Attributes that the description of a module leaves out.
+
+Those that are listed here by name say how a model was loaded or how ``generate`` uses it, and do not affect its
+results.
+"""
 _OF_TUNERS = frozenset(
     ("_disable_adapters", "_active_adapter", "merged_adapters", "_caches", "kwargs", "_adapters")
 )
-"""Attributes of an adapter layer that name the active adapters, which are examined separately."""
+"""Attributes of an adapter layer that name the active adapters. They are examined separately."""
 _KNOWN_CODE = frozenset(
     ("accelerate", "bitsandbytes", "peft", "tierstore", "torch", "torchao", "transformers")
 )
-"""Packages whose code is identified by its name. Code of other packages is identified by its source."""
+"""Packages whose classes and functions are identified by name. All others are identified by their code."""
 _HARMLESS = frozenset(("accelerate", "tierstore", "torch", "transformers"))
-"""Packages whose hooks move weights, or derive them from parameters that are examined."""
+"""Packages whose hooks are ignored: they only move weights, or derive them from examined parameters."""
 _OF_ALL: dict[str, Any] = {
     "_forward_pre_hooks": torch.nn.modules.module._global_forward_pre_hooks,
     "_forward_hooks": torch.nn.modules.module._global_forward_hooks,
@@ -122,11 +126,14 @@ def config_text(config: PreTrainedConfig) -> str:
 
 
 class Contents:
-    """Digests of tensors' content, computed once while a tensor is unchanged."""
+    """Computes digests of tensors, and caches each digest while its tensor is unchanged."""
 
     def __init__(self) -> None:
         self.whole = True
-        """False if contents have changed in a way that tensors do not show."""
+        """Whether equal addresses and write counts mean equal contents.
+
+        False after ``clear``, because contents have changed although addresses and write counts have not.
+        """
         self._known: dict[int, tuple[ReferenceType[torch.Tensor], tuple[int, int], str]] = {}
 
     def clear(self) -> None:
@@ -134,7 +141,7 @@ class Contents:
         self.whole = False
 
     def of(self, tensor: torch.Tensor, more: Callable[[bytes | memoryview], None] | None = None) -> str:
-        """Return dtype, shape and a digest of the bytes, which are also passed to ``more``."""
+        """Return dtype, shape and a digest of the tensor's bytes. If ``more`` is given, also pass the bytes to it."""
         mark, known = _mark(tensor), self._known.get(id(tensor))
         if more is None and known is not None and known[0]() is tensor and known[1] == mark:
             return known[2]
@@ -154,14 +161,14 @@ class Contents:
     def feed(self, tensor: torch.Tensor, feed: Callable[[bytes | memoryview], None]) -> None:
         """Pass the bytes of a tensor, or of its component tensors, to ``feed``.
 
-        ValueError if they are not in memory.
+        Raises:
+            ValueError: The bytes are not in memory.
         """
         tensor = _bare(tensor)
         if tensor.is_meta:
             raise ValueError(
-                f"a weight of shape {tuple(tensor.shape)} is on the meta device: it was offloaded, or never loaded, so "
-                "what the model computes cannot be told. Load the model without offloading, or name its pages with "
-                "page_specs(model, page_size, model_id=...)"
+                f"a weight of shape {tuple(tensor.shape)} is on the meta device: it was offloaded, or never loaded. "
+                "Load the whole model onto one device, without offloading"
             )
         parts = _parts(tensor)
         if parts is not None:
@@ -177,7 +184,10 @@ class Contents:
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same bytes and write count, without a subclass's behaviour."""
+    """Return a view of a tensor without the behaviour of its subclass. Bytes and write count are shared.
+
+    Plain tensors, and wrappers of several tensors, are returned unchanged.
+    """
     if type(tensor) in _PLAIN or is_traceable_wrapper_subclass(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -185,7 +195,7 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
-    """Return the component tensors of a tensor that is not a plain array of numbers; None if it is plain."""
+    """Return the format and the component tensors of a tensor. None if the tensor is a plain array."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         return f"{type(tensor).__qualname__} {names} {context}", [getattr(tensor, name) for name in names]
@@ -208,7 +218,10 @@ def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's bytes and how often they were written; 0 where torch does not know."""
+    """Return the address of a tensor's bytes and its write count. Each is 0 if torch does not provide it.
+
+    For a wrapper of several tensors, return a hash of their addresses and write counts, and 0.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [_mark(getattr(tensor, name)) for name in names]
@@ -219,7 +232,11 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Seen(NamedTuple):
-    """A module at the time of the walk: ids of what it holds, and of what the containers among its attributes hold."""
+    """The state of a module when it was visited.
+
+    ``own``, ``children`` and ``hooks`` are the IDs of the module's attributes, children and hooks. ``inner``
+    lists the contents of its containers.
+    """
 
     module: ReferenceType[torch.nn.Module]
     own: tuple[int, ...]
@@ -227,7 +244,7 @@ class _Seen(NamedTuple):
     inner: tuple[tuple[str, tuple[object, ...]], ...]
     hooks: tuple[int, ...]
     kept: tuple[object, ...]
-    """The numbers and strings among them. Keeping them alive keeps their ids from being reused."""
+    """The numbers, strings and similar attribute values, kept alive so that their IDs are not reused."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Seen:
@@ -243,7 +260,7 @@ class _Seen(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A parameter or buffer at the time of the walk."""
+    """The name, address and write count of a module's parameter or buffer when it was visited."""
 
     module: ReferenceType[torch.nn.Module]
     kind: str
@@ -254,7 +271,10 @@ class _Placed(NamedTuple):
 
 
 def _any_changed(seen: Iterable[_Seen]) -> bool:
-    """Return whether a module has another attribute, child or hook. Called for every request, so it is one loop."""
+    """Return whether an attribute, child or hook of a module was added, removed or replaced since the walk.
+
+    Called for every request, so it is a single loop for speed.
+    """
     for one, ids, children, inner, hooks, _ in seen:
         module = one()
         if module is None:
@@ -278,7 +298,11 @@ def _ids_of_attributes(own: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _content_ids(value: object) -> tuple[object, ...]:
-    """Return what a container holds, with leaves by value, so that a reused id is not mistaken for the old one."""
+    """Return the contents of a value for comparison.
+
+    Numbers, strings and similar values are compared by value, because their IDs may be reused. Arrays are
+    compared by digest, and other objects by ID.
+    """
     if isinstance(value, Mapping):
         return tuple((key, _content_ids(each)) for key, each in value.items())
     if isinstance(value, list | tuple | AbstractSet):
@@ -289,7 +313,7 @@ def _content_ids(value: object) -> tuple[object, ...]:
 
 
 def _hooks_of(own: dict[str, Any]) -> list[Callable[..., Any]]:
-    """Return the hooks that may change what a module computes."""
+    """Return the hooks that may change the module's results."""
     found = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     return [hook for hook in found if not (_package(hook) in _HARMLESS or _only_looks(hook))]
 
@@ -299,7 +323,7 @@ def _hook_ids(own: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _package(found: Any) -> str:
-    """Return the package that defines this code."""
+    """Return the top-level package that defines a function or class, or the class of any other object."""
     while isinstance(found, functools.partial):
         found = found.func
     if isinstance(found, MethodType):
@@ -313,7 +337,10 @@ def _package(found: Any) -> str:
 
 
 def _only_looks(hook: Any) -> bool:
-    """Return whether a hook returns nothing and writes nothing, as far as its code and the functions it calls show."""
+    """Return whether a hook always returns None and writes nothing.
+
+    This is determined from its bytecode, and from that of the Python functions that it calls by name.
+    """
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = hook.__func__ if isinstance(hook, MethodType) else hook
@@ -334,9 +361,7 @@ def _only_looks(hook: Any) -> bool:
 
 
 def _writes(function: FunctionType, owner: type, seen: set[CodeType]) -> bool:
-    """Return whether a function may write into its arguments, directly or in a Python function that it calls by
-    name.
-    """
+    """Return whether a function, or a Python function that it calls by name, may write to its arguments."""
     code = function.__code__
     if code in seen or _package(function) in _HARMLESS:
         return False
@@ -355,20 +380,21 @@ def _writes(function: FunctionType, owner: type, seen: set[CodeType]) -> bool:
 
 
 class Walk:
-    """The result of one walk through a model, and what is needed to check cheaply whether it still holds."""
+    """The description that a walk through a model yields, and the data with which changes are detected."""
 
     def __init__(self, contents: Contents) -> None:
         self.items: dict[str, str] = {}
-        """Classes of modules, their attributes and hooks, by place."""
+        """Descriptions of the modules' classes, attributes and hooks, by location."""
         self.adapters: list[str] = []
+        """Descriptions of the active adapters."""
         self.code: set[str] = set()
-        """Sources of classes and functions that are of no known package."""
+        """Descriptions of classes and functions that no known package defines, with digests of their code."""
         self.at_random: str | None = None
-        """A module in training mode, whose results are random or depend on other tokens."""
+        """Location of a module in training mode whose results are random or depend on other tokens."""
         self.unknown: dict[str, str] = {}
-        """What cannot be described, by place."""
+        """For the location of each object that cannot be described: a phrase with its location and type."""
         self.base_marks: list[tuple[str, int, tuple[int, int]]] = []
-        """Tensors of the plain model: name, id, address of the bytes, and how often they were written."""
+        """Tensors of the model without adapters: name, ID, and the address and write count from ``_mark``."""
         self._contents = contents
         self._parameters: list[tuple[str, ReferenceType[torch.Tensor]]] = []
         self._buffers: list[tuple[str, ReferenceType[torch.Tensor]]] = []
@@ -376,7 +402,7 @@ class Walk:
         self._places: dict[int, str] = {}
         self._seen: list[_Seen] = []
         self._tuners: list[_Seen] = []
-        """Adapter layers: what may be switched between two passes of one request."""
+        """Adapter layers, which may be switched between two passes of a request."""
         self._placed: list[_Placed] = []
         self._loose: list[tuple[ReferenceType[torch.Tensor], int, int]] = []
         self._odd: list[tuple[ReferenceType[torch.Tensor], tuple[int, int]]] = []
@@ -384,18 +410,21 @@ class Walk:
         self._classes: dict[type, tuple[int, ...]] = {}
         self._class_data: list[tuple[type, str, tuple[object, ...]]] = []
         self._called: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = []
-        """Functions of known packages: their globals, the functions among these that they call, and their ids."""
+        """For functions of known packages: globals, names that they call, and IDs of what these refer to."""
         self._hooks_of_all = _hook_ids(_OF_ALL)
         self._cells: list[tuple[ReferenceType[FunctionType], tuple[object, ...]]] = []
         self._objects: list[tuple[Callable[[], Any], tuple[object, ...]]] = []
         self._open: set[int] = set()
         self._told: dict[int, tuple[object, str]] = {}
-        """The description of each object, and the object, so that its id is not reused during the walk."""
+        """Each object that was described, and its description, by ID.
+
+        Keeping the objects alive prevents their IDs from being reused during the walk.
+        """
         self._samples: list[tuple[ReferenceType[torch.Tensor], int, tuple[int, ...], int, bytes]] = []
         self._samples_on_card: list[tuple[list[tuple[ReferenceType[torch.Tensor], int]], bytes]] = []
 
     def visit(self, model: torch.nn.Module) -> None:
-        """Describe the model."""
+        """Walk through ``model`` and record its description. Call this once."""
         self._module("", model)
         for number, hook in enumerate(_hooks_of(_OF_ALL)):
             self.items[f"hook of all modules {number}"] = self._token(hook, f"hook of all modules {number}")
@@ -407,17 +436,24 @@ class Walk:
         self._take_samples()
 
     def tensors_of_base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the plain model's parameters and then its buffers, without duplicates."""
+        """Yield the parameters and then the buffers of the model without adapters, each tensor once.
+
+        Raises:
+            ValueError: A tensor no longer exists.
+        """
         for name, one in (*self._parameters, *self._buffers):
             tensor = one()
             if tensor is None:
-                raise ValueError(f"the weight {name} was replaced while it was being read: ask again")
+                raise ValueError(f"the weight {name} was replaced while it was being read: try again")
             yield name, tensor
 
-    # -- whether it is still so ---------------------------------------------------------------------------------
+    # -- changes since the walk ---------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Return whether a module, attribute, tensor or hook was replaced, or a tensor was written, since the walk."""
+        """Return whether anything was replaced, or any tensor was written to, since the walk.
+
+        Covers modules, attributes, tensors, hooks, classes and functions.
+        """
         return (
             self.weights_changed()
             or _any_changed(self._seen)
@@ -432,7 +468,7 @@ class Walk:
         )
 
     def weights_changed(self) -> bool:
-        """Return whether a parameter or buffer was replaced or written, or an adapter was switched. Cheap."""
+        """Return whether a weight was replaced or written, or an adapter switched. Cheaper than ``changed``."""
         for owner, kind, name, one, address, version in self._placed:
             module, tensor = owner(), one()
             if (
@@ -450,7 +486,7 @@ class Walk:
         return _any_changed(self._tuners)
 
     def samples_differ(self) -> bool:
-        """Return whether sampled bytes differ in a tensor whose address is unchanged."""
+        """Return whether sampled bytes have changed since the walk. Tensors that have moved are skipped."""
         for one, address, places, size, raw in self._samples:
             tensor = one()
             if tensor is None or _bare(tensor).data_ptr() != address:
@@ -460,7 +496,10 @@ class Walk:
         return any(_sample_on_card(tensors) != raw for tensors, raw in self._samples_on_card)
 
     def _take_samples(self) -> None:
-        """Sample a few bytes from the beginning, the middle and the end of each tensor."""
+        """Sample a few bytes of each tensor.
+
+        They are taken from the start, middle and end of a tensor on the CPU, and from the middle of a tensor on a GPU.
+        """
         cards: dict[torch.device, list[tuple[ReferenceType[torch.Tensor], int]]] = {}
         for one in [
             *(p.tensor for p in self._placed),
@@ -475,7 +514,7 @@ class Walk:
             if tensor.device.type != "cpu":
                 cards.setdefault(tensor.device, []).append((one, address))
                 continue
-            # also for transposed and strided tensors: from the first to the last of their bytes
+            # The range from the first to the last byte. It is also right for transposed and strided tensors.
             extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             nbytes = extent * tensor.element_size()
             size = min(_SAMPLE_NBYTES, nbytes)
@@ -522,7 +561,7 @@ class Walk:
                 self._module(_at(place, name), child)
 
     def _attributes(self, place: str, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield what a module has besides parameters, buffers and children."""
+        """Yield the name and a description of everything that a module has, except parameters, buffers and children."""
         own = module.__dict__
         moved = "_hf_hook" in own and _package(own["_hf_hook"]) == "accelerate"
         for name, value in own.items():
@@ -535,7 +574,7 @@ class Walk:
             yield "extra state", self._token(module.get_extra_state(), _at(place, "extra state"))
 
     def _adapter(self, place: str, module: torch.nn.Module, tuner: _Tuner) -> None:
-        """Describe an adapter layer as the layer that it wraps, plus the active adapters."""
+        """Describe an adapter layer: the layer that it wraps, and the active adapters."""
         for each in module.modules():
             if each is not tuner.base and (each is module or id(each) not in self._modules):
                 self._watch(each)
@@ -575,7 +614,7 @@ class Walk:
         self._seen.append(_Seen.of(module))
 
     def _keep(self, value: object) -> None:
-        """Detect when the object dies, since its id may be reused then."""
+        """Make ``changed`` detect the deletion of an object, because its ID may be reused afterwards."""
         try:
             self._alive.append(ref(value))
         except TypeError:
@@ -663,7 +702,7 @@ class Walk:
         return f"tensor {type(value).__name__} {self._contents.of(value)} {more}"
 
     def _loose_module(self, module: torch.nn.Module, place: str) -> str:
-        """Describe a module that is an attribute, or belongs to an adapter."""
+        """Describe a module that is an attribute or belongs to an adapter."""
         known = self._modules.get(id(module))
         if known is not None:
             return f"module {known}"
@@ -676,13 +715,13 @@ class Walk:
         return f"module {joined(own)}"
 
     def _class(self, kind: type) -> str:
-        """Describe a class by its name, and by its source and state, too, if it is of no known package."""
+        """Return the name of a class. If no known package defines it, record its source and data in ``code``."""
         for each in kind.__mro__:
             own = _package(each) not in _KNOWN_CODE
             if each in self._classes or _package(each) in sys.stdlib_module_names:
                 continue
             if each is PreTrainedModel or not (own or issubclass(each, torch.nn.Module)):
-                continue  # about how models are loaded, saved and queried
+                continue  # only about how models are loaded, saved and queried
             self._classes[each] = _ids_of_class(each)
             if own:
                 self.code.add(f"{each.__qualname__} {_source_of(each)}")
@@ -701,7 +740,11 @@ class Walk:
         return f"{kind.__module__}.{kind.__qualname__}" if known else kind.__qualname__
 
     def _function_of_class(self, function: FunctionType, place: str) -> None:
-        """Describe a class's function and those it wraps: what it calls, and its code unless of a known package."""
+        """Record a function of a class, and all functions that it wraps, in ``code``.
+
+        A function that no known package defines is recorded with its code. For a function of a transformers model,
+        only the functions and classes that it calls are recorded, and only if a user has replaced them.
+        """
         found: Any = function
         while isinstance(found, FunctionType):
             if _package(found) not in _KNOWN_CODE:
@@ -716,7 +759,7 @@ class Walk:
             found = vars(found).get("__wrapped__")
 
     def _callable(self, value: Any, place: str) -> str | None:
-        """Describe a function by its name, its code and everything it has bound; None for objects of another kind."""
+        """Describe a function by its name, its code and its bound values. Return None for other objects."""
         if isinstance(value, functools.partial):
             bound = [self._token(each, place) for each in (value.func, value.args, value.keywords)]
             return f"partial {joined(bound)}"
@@ -737,7 +780,7 @@ class Walk:
         return None
 
     def _instance(self, value: Any, place: str) -> str:
-        """Describe an object by its class and attributes, or by the state that it gives for pickling."""
+        """Describe an object by its class and attributes, or by its pickle state."""
         if isinstance(value, torch.ScriptObject):
             try:
                 return f"script {value._type()} {self._token(value.__getstate__(), place)}"
@@ -754,7 +797,7 @@ class Walk:
         if held:
             try:
                 self._objects.append((ref(value), _content_ids(held)))
-            except TypeError:  # kept alive instead
+            except TypeError:  # no weak reference is possible, so keep the object alive
                 self._objects.append((lambda: value, _content_ids(held)))
 
     def _unknown(self, place: str, value: object) -> str:
@@ -764,7 +807,7 @@ class Walk:
 
 
 def _is_random(module: torch.nn.Module) -> bool:
-    """Return whether a module in training mode uses dropout or noise, or normalizes over the batch."""
+    """Return whether a module is in training mode and therefore uses dropout or noise, or normalizes over the batch."""
     if not module.training:
         return False
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
@@ -782,7 +825,7 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tuner:
-    """An adapter layer: the layer that it wraps, the active adapters, and the names of the others."""
+    """An adapter layer: the layer that it wraps, and the names of the active and of all other adapters."""
 
     base: torch.nn.Module | None
     active: tuple[str, ...]
@@ -790,9 +833,10 @@ class _Tuner:
 
 
 def _tuner(module: torch.nn.Module) -> _Tuner | None:
-    """Return what PEFT's layers report about themselves; None if the module is not one of them.
+    """Return the state that a PEFT layer reports, or None if the module is not a PEFT layer.
 
-    Merged adapters are in the weights of the wrapped layer, which then computes alone.
+    After a merge, no adapter counts as active, because the weights of the wrapped layer then include the effect of
+    the adapters.
     """
     utils = sys.modules.get("peft.tuners.tuners_utils")
     other = sys.modules.get("peft.utils.other")
@@ -822,7 +866,7 @@ def _is_buffers(value: object) -> bool:
 
 
 def _held_by(value: object) -> dict[str, Any]:
-    """Return an object's attributes, including those in slots."""
+    """Return an object's attributes, including attributes in ``__slots__``."""
     own = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name in kind.__dict__.get("__slots__", ()):
@@ -832,7 +876,7 @@ def _held_by(value: object) -> dict[str, Any]:
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a Python class has no attributes at all, so that nothing is hidden in its objects."""
+    """Return whether the class of an object is written in Python and adds no C fields, which could hide state."""
     return type(value).__flags__ & (1 << 9) != 0 and type(value).__basicsize__ <= object.__basicsize__ + 16
 
 
@@ -851,7 +895,11 @@ def _cells(function: FunctionType) -> list[Any]:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that the code names: data, functions, and objects of classes that are of no known package."""
+    """Return the globals that a function's code refers to by name.
+
+    Includes data, torch modules and functions. Also includes classes that no known package defines, and their
+    instances. Leaves out everything else.
+    """
     codes, names = [function.__code__], set[str]()
     while codes:
         code = codes.pop()
@@ -863,7 +911,7 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether this is a class, or an object of a class, that is of no known package."""
+    """Return whether a class, or an object's class, is neither from a known package nor from Python itself."""
     package = _package(value if isinstance(value, type) else type(value))
     return not isinstance(value, ModuleType) and not (
         package in _KNOWN_CODE or package in sys.stdlib_module_names or package == "builtins"
@@ -871,12 +919,15 @@ def _is_own(value: Any) -> bool:
 
 
 def _is_strange(called: FunctionType | type) -> bool:
-    """Return whether this is of no known package, and so replaced a function or class of a known one."""
+    """Return whether a user has replaced a known function or class with this one.
+
+    This is assumed if ``called`` belongs neither to a known package nor to the standard library.
+    """
     return _package(called) not in _KNOWN_CODE and _package(called) not in sys.stdlib_module_names
 
 
 def _names_called(function: FunctionType) -> tuple[str, ...]:
-    """Return the functions and classes of its module that the code names."""
+    """Return the names of the functions and classes in a function's module that its code refers to."""
     found = function.__globals__
     names = sorted(name for name in {*function.__code__.co_names} if name in found)
     return tuple(name for name in names if isinstance(found[name], FunctionType | type))
@@ -887,7 +938,7 @@ def _ids_of_called(found: dict[str, Any], names: tuple[str, ...]) -> tuple[int, 
 
 
 def _ids_of_class(kind: type) -> tuple[int, ...]:
-    """Return the ids of a class's attributes."""
+    """Return the IDs of a class's attributes."""
     return tuple(map(id, vars(kind).values()))
 
 
@@ -899,14 +950,14 @@ def _cell_ids(function: FunctionType) -> tuple[object, ...]:
 
 
 def _code_text(code: CodeType) -> str:
-    """Return a digest of what a function does, equal in every process of the same Python version."""
+    """Return a digest of a function's code that is equal in every process with the same Python version."""
     constants = [_code_text(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return joined((code.co_code.hex(), *constants, *code.co_names, *code.co_freevars))
 
 
 @functools.lru_cache(maxsize=1024)
 def _source_of(kind: type) -> str:
-    """Return a digest of the file that defines a class, or of its functions if there is no file."""
+    """Return a digest of the file that defines a class, or of the class's functions if there is no file."""
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
     if path is not None and Path(path).is_file():
@@ -916,12 +967,15 @@ def _source_of(kind: type) -> str:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    """Return whether the numbers of a tensor are in one piece of memory."""
+    """Return whether the elements of a tensor are in a single block of memory."""
     return not tensor.is_meta and tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def _sample_on_card(tensors: list[tuple[ReferenceType[torch.Tensor], int]]) -> bytes:
-    """Return a few bytes from the middle of each tensor with an unchanged address, fetched from the GPU in one copy."""
+    """Return a few bytes from the middle of each tensor whose address is unchanged.
+
+    All these bytes are fetched from the GPU in a single copy.
+    """
     parts = []
     for one, address in tensors:
         tensor = one()

@@ -1,8 +1,8 @@
-"""Find the stored prefix of a prompt, load it into HBM, lease it, and wait for it layer by layer.
+"""Finds the stored prefix of a prompt, loads it into HBM under a lease, and waits for it layer by layer.
 
-``open_prefix`` fills a block table with the longest stored prefix. ``Prefixes`` is an index that also finds a
-stored page if only its beginning matches the prompt. ``Arrival`` lets the first layers be computed while the
-bytes of the last ones are still in flight, like the layer-wise loads of LMCache and LayerKV. ``Holding``
+``open_prefix`` fills a block table with the longest stored prefix. ``Prefixes`` is an index that also finds
+stored pages of which only the first tokens match the prompt. ``Arrival`` waits for each layer separately, so that
+the first layers can be computed while later ones are still in flight, as in LMCache and LayerKV. ``Holding``
 keeps sealed pages under a lease.
 """
 
@@ -26,47 +26,62 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
 _POLL_S = 0.001
+LATE = "late"
+"""Why pages are missing: they were not loaded before the request stopped waiting for them."""
 
 
 class Arrival:
-    """The pages that a sequence waits for. Use it from the sequence's thread only."""
+    """The stored pages that a sequence is waiting for. Not thread-safe, like the sequence."""
 
     def __init__(self, pages: PageGroups, lease: Lease, slots: Sequence[int], timeout_s: float) -> None:
-        """Wait for the pages of ``lease``, in ``slots``. The sequence, not this object, releases the lease."""
+        """Track the pages of ``lease`` while they are loaded into ``slots``. Does not block.
+
+        Pages that are not loaded ``timeout_s`` seconds from now count as missing. This object never releases
+        ``lease``; the sequence does.
+        """
         self._pages = pages
         self._lease = lease
         self._slots = list(slots)
         self._deadline = monotonic() + timeout_s
         self.half: Lease | None = None
-        """Lease of the page that is to be copied, or None. ``settle`` and ``drop`` release it."""
+        """The lease given to ``copy_page``, or None. ``settle`` and ``drop`` release it."""
         self._into = -1
         self._missed = False
-        """True if a layer was computed without its bytes or over other slots. It stays True if they arrive later."""
+        """Whether a layer was not loaded when it was needed, or was loaded into other slots.
+
+        Stays True even if the layer is loaded later.
+        """
         self._copied: set[tuple[int, int]] = set()
 
     @property
     def over(self) -> bool:
-        """Whether everything has arrived. Call ``settle`` all the same: it ends the arrival."""
+        """Return whether all pages are in their slots and no page remains to be copied."""
         here = self.half is None and self._pages.reach(self._lease, 0.0) is LeaseState.READY
         return here and self._in_place()
 
     def comes(self) -> bool:
-        """Wait until the first layer is in flight. False if a page failed or moved; then call ``settle``.
+        """Wait until the copies of the first layer have been submitted.
 
-        During the wait a page can still move to another slot, if another caller puts the same page there.
+        Return False if a page failed, was late, or moved; the caller must then call ``settle``. A page moves to another
+        slot if, during the wait, another caller puts the same page.
         """
         self._missed |= not self._queued(self._lease, 0)
         return not self._missed and self._in_place()
 
     def copy_page(self, lease: Lease, into: int) -> None:
-        """Copy the only page of ``lease`` into slot ``into``, layer by layer as it comes. Owns the lease."""
+        """Schedule the copy of a page into slot ``into``, layer by layer. ``lease`` covers only this page.
+
+        ``layer`` and ``settle`` make the copies. Takes ownership of the lease.
+        """
         self.half, self._into = lease, into
 
     def layer(self, group: int, index: int) -> None:
-        """Make the caller's current stream (on the CPU: the caller) wait for this layer of KV group ``group``.
+        """Make the caller's current stream wait for layer ``index`` of KV group ``group``.
 
-        The wait ends at the deadline. If a layer has not arrived by then, the result of this forward pass is
-        void, even if the layer arrives before the pass ends.
+        On the CPU, the caller itself waits. This also copies the layer of the page given to ``copy_page``.
+
+        The wait ends at the deadline. If the layer is not loaded by then, ``settle`` reports that no page was
+        loaded, even if the layer arrives later, because the forward pass has already read wrong data.
         """
         here = self._queued(self._lease, index) and (self.half is None or self._queued(self.half, index))
         self._missed |= not here
@@ -77,12 +92,12 @@ class Arrival:
             self._copied.add((group, index))
 
     def settle(self) -> tuple[int, bool]:
-        """Wait for the remaining layers and pages.
+        """Wait for the remaining layers and pages, and finish the copy.
 
         Returns:
-            The number of pages of the lease that arrived, and whether the copied page is right. If the
-                deadline passed, in this call or at an earlier layer, no page counts and the sequence must release
-                the lease.
+            The number of leased pages that were loaded, and whether the copied page is valid (True if no page
+            was to be copied). If the deadline passed, in this call or for an earlier layer, or if a page has
+            moved, no page counts as loaded, and the sequence must release its lease.
         """
         here = not self._missed and self._ended(self._lease)
         pages = self._lease.num_pages if here else 0
@@ -97,8 +112,13 @@ class Arrival:
         half.release()
         return pages, whole
 
+    @property
+    def missed(self) -> str:
+        """Return why pages of the lease were not loaded: a value of ``Lease.missing_because``, or "late"."""
+        return self._lease.missing_because or LATE
+
     def drop(self) -> None:
-        """Release the lease of the page to be copied, because the sequence ends."""
+        """Release the lease on the page that was to be copied. Called when the sequence is closed."""
         half, self.half = self.half, None
         if half is not None:
             with suppress(StoreClosed):
@@ -129,59 +149,66 @@ class Arrival:
 
 
 class SharedLease:
-    """A lease that a sequence and its forks hold. The last one to let go releases it."""
+    """A lease that a sequence shares with its forks. It is released when the last of them gives it up."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.holders = 1
 
     def share(self) -> SharedLease:
-        """Add a holder."""
+        """Count one more holder of the lease, and return this object for the holder to keep."""
         self.holders += 1
         return self
 
     def let_go(self) -> None:
-        """Remove a holder. Raises StoreClosed if the store has been closed."""
+        """Remove a holder, and release the lease if it was the last one.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
         self.holders -= 1
         if not self.holders:
             self.lease.release()
 
 
 class Holding:
-    """The pages that a sequence holds, with consecutive numbers. Not thread-safe, like the sequence."""
+    """The consecutive pages that a sequence holds under a lease. Not thread-safe, like the sequence."""
 
     def __init__(self, terms: Terms, lease: SharedLease, pages: range, exact: bool | None = None) -> None:
-        """Take over one hold of ``lease``.
+        """Take over the caller's share of ``lease``.
 
         Args:
-            exact: Whether every lease of the sequence, this one included, was exact; None if this is the
-                first.
+            terms: Options of the request.
+            lease: The lease.
+            pages: Numbers of the leased pages within the sequence.
+            exact: Whether all leases that the sequence has had were exact, including this one. None if this
+                is its first lease.
         """
         self.pages = pages
         self.exact = lease.lease.exact if exact is None else exact
-        """Whether every lease that the sequence has held was exact."""
+        """Whether all leases that the sequence has had were exact."""
         self._terms = terms
         self._lease = lease
 
     def share(self) -> Holding:
-        """Add a holder to the lease and return the fork's holding of the same pages."""
+        """Return a ``Holding`` of the same pages for a fork, which thereby shares the lease."""
         return Holding(self._terms, self._lease.share(), self.pages, self.exact)
 
     def own(self, keys: Sequence[PageKey], slots: Sequence[int], pages: range) -> bool:
-        """Hold exactly these pages, under a lease of this sequence alone.
+        """Replace the lease with one on exactly these pages, which no other sequence shares.
 
-        The store takes the last page of a lease as the parent of the next page sealed under it. If the
-        sequence held inexact pages that its window has since left behind, an exact lease is refused: pages
-        computed over the inexact ones would be taken for exact.
+        This is needed before sealing, because the store treats the last page of a lease as the parent of the
+        next page sealed under it. If the sequence had inexact pages that have since left its window, an exact
+        lease is rejected. Otherwise, pages computed from the inexact ones would count as exact.
 
         Args:
             keys: Keys of the pages.
             slots: Slots of the pages.
-            pages: Numbers of the pages in the sequence.
+            pages: Numbers of the pages within the sequence.
 
         Returns:
-            False, with nothing changed, if a page was evicted or the lease is refused. The caller must then
-                seal no more pages of this sequence.
+            Whether the lease was replaced. False if a page was evicted or the new lease is rejected. In this
+            case nothing has changed, and the caller must not seal any more pages of this sequence.
         """
         lease = self._terms.store.acquire(keys, exact=self._terms.exact)
         if lease.slots != slots or (lease.exact and not self.exact):
@@ -192,13 +219,16 @@ class Holding:
         return True
 
     def owns(self, pages: range) -> bool:
-        """Return whether this sequence alone holds exactly these pages."""
+        """Return whether this sequence holds exactly these pages and shares the lease with no fork."""
         return self._lease.holders == 1 and self.pages == pages
 
     def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
-        """Put pages from number ``start`` on into the store and hold them.
+        """Put pages into the store under the lease, which then pins them.
 
-        Returns the slots in which the store keeps them.
+        ``start`` is the number of the first of these pages within the sequence.
+
+        Return the slots in which the store keeps the pages. They differ from ``slots`` where the store had a
+        page already. With ``Terms.exact``, the store may accept only the first pages.
         """
         kept = self._terms.store.put(
             keys,
@@ -211,33 +241,37 @@ class Holding:
         return kept
 
     def wait_for_writers(self) -> None:
-        """Wait until the held pages can be read.
+        """Wait until all held pages are written.
 
-        Another request may have sealed the same pages and still be writing them. On a GPU the current stream
-        waits, not the host.
+        Another request may have sealed the same pages and may still be writing them. On a GPU, the host does
+        not wait for these writes; the caller's current stream does.
 
         Raises:
-            TimeoutError: The pages are not written in time.
+            TimeoutError: The pages were not written within ``Terms.space_s``.
         """
-        timeout_s = self._terms.timeout_s
+        timeout_s = self._terms.space_s
         if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:
             raise TimeoutError(
                 f"timed out after {timeout_s} s waiting for another request to write the same page"
             )
 
     def nothing(self) -> None:
-        """Release every page, to make space, and go on holding none."""
+        """Release all pages, so that the store may evict them, and continue with an empty lease."""
         self._lease.let_go()
         self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
         self.pages = range(0)
 
     def let_go(self) -> None:
-        """Release everything. No call may follow. Raises StoreClosed if the store has been closed."""
+        """Give up this share of the lease. No method may be called afterwards.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
         self._lease.let_go()
 
 
 class Prefixes:
-    """A thread-safe ``RadixIndex`` in memory. Empty after a restart, it fills up as pages are sealed."""
+    """A thread-safe ``RadixIndex`` of the pages that this process has sealed. It is not stored on disk."""
 
     def __init__(self, page_size: int) -> None:
         self._index = RadixIndex(page_size)
@@ -249,17 +283,17 @@ class Prefixes:
             self._index.insert(root, token_ids, keys)
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """Return the pages sealed with these tokens, and the page that begins with the tokens after them."""
+        """Return the sealed pages that match the first tokens, and a page that starts with the tokens after them."""
         with self._lock:
             return self._index.longest(root, token_ids)
 
     def discard(self, key: PageKey) -> None:
-        """Record that the store no longer holds this page."""
+        """Record that the page is no longer in the store."""
         with self._lock:
             self._index.discard(key)
 
 
-# All requests of a store share its index, which is dropped together with the store.
+# The index of each store. All requests to a store share it, and it is deleted together with the store.
 _of_store: WeakKeyDictionary[TierStore, Prefixes] = WeakKeyDictionary()
 _lock = Lock()
 
@@ -273,54 +307,61 @@ def prefixes_of(store: TierStore, page_size: int) -> Prefixes:
 
 
 ROLLBACK = 64
-"""Number of tokens kept behind a window, so that a rollback (rejected drafts) still finds its K and V."""
+"""Number of tokens kept before each window, because a rollback (rejected drafts) needs them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The half-full page that a session kept, in a slot of its own."""
+    """The partially filled last page of a session, in a slot of its own."""
 
     slot: int
     page: int
+    """Number of the page within the sequence."""
     tokens: tuple[int, ...]
-    """All tokens of the sequence up to the last one in the page, since its K/V depend on all of them."""
+    """All tokens of the sequence up to the last one in the page. The page's K/V depend on all of them."""
     exact: bool
-    """Whether all pages before it were exact when it was written."""
+    """Whether all earlier pages were exact when this page was written."""
     root: bytes
-    """Root of the request that wrote it. A request whose salt, extra or weights differ cannot use it."""
+    """Root of the request that wrote the page. Requests with another salt, extra or weights cannot use it."""
 
 
 @dataclass(slots=True)
 class Opening:
-    """The stored part of a prompt. ``table`` has its first ``num_tokens``, in pages that ``lease`` holds."""
+    """The stored prefix of a prompt: the first ``table.num_tokens`` tokens, in the slots of ``table``.
+
+    ``lease`` pins the full pages. If the last page was continued or copied, it is private to the table.
+    """
 
     table: BlockTable
     lease: SharedLease
     leased: range
     """Numbers of the pages under the lease."""
     origins: list[tuple[Tier, int]] = field(default_factory=list)
-    """Where the tokens were found, in order: tier and number of tokens."""
+    """The tiers in which the tokens were found, each with a number of tokens, in the order of the prompt."""
     copied_tokens: int = 0
-    """Tokens of a page that was copied because the prompt diverges from it inside."""
+    """Number of these tokens that are in a copied page, because the prompt diverges within the stored page."""
     keys: Sequence[PageKey] = ()
-    """Keys of the prompt's full pages; empty if the request does not look up pages."""
+    """Keys of the prompt's full pages. Empty if the request does not look up pages."""
     arrival: Arrival | None = None
-    """The pages still in flight, or None."""
+    """Tracks the pages that are still in flight. None if all have arrived."""
+    missed: str | None = None
+    """Why the prefix is not longer: a value of ``Lease.missing_because``, "late", or None if unknown."""
 
 
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
-    """Fill an empty ``table`` with the stored prefix of ``prompt``. Waits up to ``terms.timeout_s``.
+    """Fill an empty ``table`` with the stored prefix of ``prompt``. Waits up to ``terms.arrival_s``.
 
-    ``tail`` is used if it fits; otherwise, and if this raises, its slot is freed.
+    Takes ownership of ``tail``. Its page continues the prefix if its tokens match the prompt. Otherwise, or
+    if an exception is raised, its slot is freed.
     """
     with given_back(terms.store, tail):
         keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
-        lease, slots, tiers = _hold(terms, keys, table.page_size)
+        lease, slots, tiers, missed = _hold(terms, keys, table.page_size)
     first = len(tiers) - len(slots)
     table.reuse(slots, first)
-    opening = Opening(table, SharedLease(lease), range(first, len(tiers)), keys=keys)
+    opening = Opening(table, SharedLease(lease), range(first, len(tiers)), keys=keys, missed=missed)
     if terms.by_layers:
-        opening.arrival = Arrival(terms.pages, lease, slots, terms.timeout_s)
+        opening.arrival = Arrival(terms.pages, lease, slots, terms.arrival_s(len(tiers) * table.page_size))
     opening.origins = [(tier, table.page_size) for tier in tiers]
     try:
         if tail is not None:
@@ -329,7 +370,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
             _copy_half_page(terms, opening, prompt, keys)
         if opening.arrival is not None and opening.arrival.over:
             opening.arrival = None
-        terms.store.poll()  # keeps the link busy while the caller computes without calling the store
+        terms.store.poll()  # starts more copies, because the caller now computes without calling the store
     except BaseException:
         if opening.arrival is not None:
             opening.arrival.drop()
@@ -341,7 +382,7 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
 
 
 def give_back(store: TierStore, tail: Tail | None) -> None:
-    """Free the slot of a tail that no request will continue. A closed store has already freed it."""
+    """Free the slot of a tail that no request will continue. Does nothing for None or a closed store."""
     if tail is not None:
         with suppress(StoreClosed):
             store.free([tail.slot])
@@ -349,7 +390,7 @@ def give_back(store: TierStore, tail: Tail | None) -> None:
 
 @contextmanager
 def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
-    """Free the slot of ``tail`` if this block raises."""
+    """Free the slot of ``tail`` if the block raises an exception."""
     try:
         yield
     except BaseException:
@@ -358,58 +399,76 @@ def given_back(store: TierStore, tail: Tail | None) -> Iterator[None]:
 
 
 def first_needed(terms: Terms, num_tokens: int, page_size: int) -> int:
-    """Return the first page that a query after ``num_tokens`` tokens, or up to ROLLBACK earlier, looks at."""
+    """Return the number of the first page that a query after ``num_tokens`` tokens can see.
+
+    The result also suffices for a query up to ROLLBACK tokens earlier. It is 0 if a layer has no window.
+    """
     return 0 if terms.window is None else max(0, num_tokens - terms.window - ROLLBACK) // page_size
 
 
-def _hold(terms: Terms, keys: Sequence[PageKey], page_size: int) -> tuple[Lease, list[int], list[Tier]]:
-    """Return a lease on the stored prefix of ``keys``, its slots, and where each page of the prefix was found.
+def _hold(
+    terms: Terms, keys: Sequence[PageKey], page_size: int
+) -> tuple[Lease, list[int], list[Tier], str | None]:
+    """Lease the stored prefix of ``keys``, and wait for its pages as ``_comes`` does.
 
-    The lease may begin later than the prefix: with windows, pages that no query looks at are not loaded. With
-    ``Terms.by_layers``, a page of the lease may still fail to arrive.
+    Returns:
+        The lease, its slots, the tier in which each page of the prefix was found, and the reason why the
+        next page is missing (None if no page is missing). If all layers have windows, the lease may not include
+        the first pages of the prefix, because no query needs them. With ``Terms.by_layers``, loading a leased
+        page may still fail.
     """
     store = terms.store
     found = [] if terms.window is None else list(store.match(keys).tiers)
     count = len(keys) if terms.window is None else len(found)
+    missed = None
+    known = terms.compute_s(len(keys) * page_size) is not None
+    stored = store.match(keys).num_pages if known and terms.window is None else count
+    room_s = terms.room_s(stored * page_size)
     while count:
         first = first_needed(terms, count * page_size, page_size)
         lease = store.acquire(
             keys[first:count],
             deadline_s=terms.deadline_s,
             exact=terms.exact,
-            wait_for_room_s=min(terms.wait_for_room_s, terms.timeout_s),
+            wait_for_room_s=room_s,
         )
         if not _comes(terms, lease):
             lease.release()
+            missed = LATE
             break
-        slots, tiers = lease.slots, lease.tiers
+        slots, tiers, missed = lease.slots, lease.tiers, lease.missing_because
         if len(slots) == count - first or terms.window is None:
-            # a page may be evicted between the two calls
+            # A page may fail between the reads of ``slots`` and ``tiers``, so they may differ in length.
             del slots[len(tiers) :], tiers[len(slots) :]
-            return lease, slots, found[:first] + tiers
-        # A page of the window is missing: try the shorter prefix before it, whose window begins earlier.
+            return lease, slots, found[:first] + tiers, missed
+        # A page in the window is missing. Try the shorter prefix before it, whose window starts earlier.
         count = first + len(slots) if slots else 0
         lease.release()
-    return store.acquire([], exact=terms.exact), [], []
+    return store.acquire([], exact=terms.exact), [], [], missed
 
 
 def _comes(terms: Terms, lease: Lease) -> bool:
-    """Wait for the pages; with ``Terms.by_layers``, until the first layer of those on disk is in flight."""
+    """Wait up to ``Terms.arrival_s`` for the leased pages. Return False if they did not arrive in time.
+
+    With ``Terms.by_layers``, wait only until the copies of the first layer have been submitted, and do not
+    wait at all if all pages are in memory.
+    """
+    wait_s = terms.arrival_s(lease.num_pages * terms.pages.page_size)
     if not terms.by_layers:
-        return terms.pages.reach(lease, terms.timeout_s) is not LeaseState.PENDING
+        return terms.pages.reach(lease, wait_s) is not LeaseState.PENDING
     if all(terms.store.tiers[tier].in_memory for tier in set(lease.tiers)):
         return True
     with suppress(TimeoutError):
-        lease.ready(0, terms.timeout_s)
+        lease.ready(0, wait_s)
         return True
     return False
 
 
 def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail) -> None:
-    """Continue the page that the session kept, as far as the prompt agrees with it.
+    """Append the tokens of ``tail`` that match the prompt, and take over its slot. Free it if the page is unusable.
 
-    A page computed with other weights is not used. Neither is an inexact page after exact ones, because pages
-    sealed under their lease would be taken for exact.
+    A page of another root (salt, extra or weights) is not used. An inexact page after exact ones is not used
+    either, because later pages sealed under the exact lease would count as exact.
     """
     table = opening.table
     start, same = tail.page * table.page_size, common_prefix(tail.tokens, prompt)
@@ -423,9 +482,9 @@ def _take_tail(terms: Terms, opening: Opening, prompt: Sequence[int], tail: Tail
 
 
 def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys: Sequence[PageKey]) -> None:
-    """Copy a stored page that begins like the rest of the prompt, to continue in the copy.
+    """Find a stored page that starts with the prompt's next tokens, and copy it. The sequence continues the copy.
 
-    After exact pages it must be exact, like a tail.
+    After exact pages, only an exact page is copied, for the reason given in ``_take_tail``.
     """
     pages = opening.leased.stop
     prefixes = prefixes_of(terms.store, terms.pages.page_size)
@@ -450,9 +509,13 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
 
 
 def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
-    """Copy the page now, or let ``opening.arrival`` copy it layer by layer and own the lease."""
+    """Copy a leased page into a new slot, and append the copy's first ``count`` tokens to ``opening.table``.
+
+    If the page is still in flight, ``opening.arrival`` takes over the lease and copies the page layer by
+    layer. Does nothing if no slot becomes free in time.
+    """
     try:
-        (slot,) = terms.store.allocate(1, timeout_s=terms.timeout_s)
+        (slot,) = terms.store.allocate(1, timeout_s=terms.space_s)
     except CapacityError:
         return
     table, tier = opening.table, next(iter(lease.tiers), Tier.HBM)

@@ -1,12 +1,12 @@
-"""What one request asks of the store: its prompts, its options, and the pages that it reads and writes.
+"""A request to the store: its prompts, its options, and the pages that it reads and writes.
 
-``Terms`` are the options that all sequences of a request share. ``PageGroups`` are the store's pages as tensors, one
-per KV group. ``unpadded`` removes the padding from prompts.
+``Terms`` contains the options that all sequences of a request share. ``PageGroups`` provides the store's pages as
+tensors, one per KV group. ``unpadded`` removes the padding from prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,40 +21,46 @@ from tierstore.types import LeaseState, require_flag, require_seconds, require_t
 
 
 class PageGroups:
-    """The store's pages.
+    """The store's pages, as one tensor for each KV group.
 
-    ``groups[g]``: ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` of group ``g``.
+    ``groups[g]`` is ``[num_slots, num_layers, 2, page_size, num_kv_heads, head_dim]`` for group ``g``.
     """
 
     def __init__(self, store: TierStore) -> None:
-        """Use the pages of ``store``. ValueError unless every group has K and V per head."""
+        """Use the pages of ``store``.
+
+        Raises:
+            ValueError: A group does not have separate K and V per head.
+        """
         pages = store.pages
         self.groups = pages.groups if isinstance(pages, GroupedPages) else (pages,)
         if any(group.ndim != 6 or group.shape[2] != 2 for group in self.groups):
             raise ValueError(
-                "every KV group of the store must have K and V per head (PageSpecs of kind 'mha')"
+                "every KV group of the store must have K and V per head (PageSpecs of kind 'mha'): open the store "
+                "with page_specs of the model"
             )
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Return the number of tokens per page."""
         return int(self.groups[0].shape[3])
 
     @property
     def device(self) -> torch.device:
-        """The device of the pages."""
+        """Return the device of the pages."""
         return self.groups[0].device
 
     @property
     def num_layers(self) -> int:
-        """Number of layers in all groups."""
+        """Return the number of layers in all groups together."""
         return sum(int(group.shape[1]) for group in self.groups)
 
     def reach(self, lease: Lease, timeout_s: float) -> LeaseState:
-        """Wait up to ``timeout_s`` until work launched from now on may read the pages of ``lease``.
+        """Wait until the pages of ``lease`` may be read. Return PENDING after ``timeout_s`` seconds.
 
-        On a GPU the host waits for copies only; the caller's current stream waits for pages that are still being
-        written, for example by an earlier request that has just sealed them.
+        On a GPU, the host waits only for copies, and the pages may be read on the caller's current stream.
+        That stream waits for pages that are still being written, for example by a request that has just
+        sealed them.
         """
         if self.device.type != "cuda":
             return lease.wait(timeout_s)
@@ -65,75 +71,139 @@ class PageGroups:
         return state
 
     def copy(self, src: int, dst: int) -> None:
-        """Copy a page, with all its groups, into another slot."""
+        """Copy a page, with all its groups, to another slot."""
         for group in self.groups:
             group[dst].copy_(group[src])
 
     def copy_layer(self, group: int, index: int, src: int, dst: int) -> None:
-        """Copy layer ``index`` of KV group ``group`` of a page into another slot."""
+        """Copy layer ``index`` of KV group ``group`` from slot ``src`` to slot ``dst``."""
         pages = self.groups[group]
         pages[dst, index].copy_(pages[src, index])
 
 
 Storing = Literal["all", "memory-only", "read-only", "no-store"]
-"""What happens to a request's pages.
+"""Whether a request reuses stored pages, and whether its own pages are stored.
 
-    all          kept, in every tier
-    memory-only  kept, never written to disk
-    read-only    stored pages are reused, nothing is kept
-    no-store     nothing is looked up and nothing is kept
+    all          reuses pages; its pages may be stored in every tier
+    memory-only  reuses pages; its pages are stored, but never written to disk
+    read-only    reuses pages; its pages are not stored
+    no-store     neither reuses nor stores pages
 """
+
+
+_SPACE_S = 10.0
+"""Default time limit for free slots, and lowest default time limit for loading stored pages, in seconds.
+
+The limit for stored pages is higher if computing them takes longer.
+"""
+_ROOM_S = 1.0
+"""Lowest default time limit, in seconds, for space in HBM while pages are being saved.
+
+The limit is higher if computing the stored pages takes longer.
+"""
+_MOST_S = 60.0
+"""Highest default of both limits, in seconds."""
+
+
+def _between(least_s: float, computing_s: float | None) -> float:
+    return least_s if computing_s is None else min(max(computing_s, least_s), _MOST_S)
+
+
+def _unknown(num_tokens: int) -> float | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Options that all sequences of a request share."""
+    """Options shared by all sequences of a request."""
 
     store: TierStore
     pages: PageGroups
     num_models: int
-    """Number of models that write into the pages: one, or two with a draft model."""
+    """Number of models that write to the pages: one, or two with a draft model."""
     weights: tuple[State, ...]
-    """State of each model's weights when its K/V were looked up. All pages of the request belong to it."""
+    """State of each model's weights when the request began. All its pages belong to these weights."""
     window: int | None
-    """Tokens that any layer of any model looks back; None: to the first."""
+    """Largest window of all layers of all models, in tokens. None if a layer has full attention."""
     root: bytes
-    """Separates salts and extras in the index of prefixes (``root_of``)."""
+    """Root of the request's pages in the prefix index (``root_of``)."""
     salt: bytes = b""
     extra: tuple[Extra, ...] = ()
     deadline_s: float | None = None
-    timeout_s: float = 10.0
-    wait_for_room_s: float = 1.0
-    """Longest wait of a prompt for space in HBM while pages are being saved, in seconds; at most ``timeout_s``."""
+    timeout_s: float | None = None
+    """Maximum time in seconds to wait for stored pages, and for free slots.
+
+    None means a limit for stored pages that depends on the time to compute them (``arrival_s``), and 10 s for
+    everything else.
+    """
+    wait_for_room_s: float | None = None
+    """Maximum time in seconds to wait for space for stored pages while HBM pages are being saved.
+
+    None means a limit that depends on the time to compute the stored pages. See ``room_s``.
+    """
+    compute_s: Callable[[int], float | None] = _unknown
+    """Returns the time, in seconds, to compute the first n tokens of a prompt, or None if it is unknown."""
     storing: Storing = "all"
     exact: bool = False
-    """Compute pages again that went through a lossy codec, or were computed over such pages."""
+    """Whether to recompute pages that went through a lossy codec or were computed from such pages."""
 
     def __post_init__(self) -> None:
         check_storing(self.storing)
         require_flag("exact", self.exact)
-        require_seconds("timeout_s", self.timeout_s)
-        seconds_at_most("wait_for_room_s", self.wait_for_room_s)
+        if self.timeout_s is not None:
+            require_seconds("timeout_s", self.timeout_s)
+        if self.wait_for_room_s is not None:
+            seconds_at_most("wait_for_room_s", self.wait_for_room_s)
         if self.deadline_s is not None:
             require_time("deadline_s", self.deadline_s)
 
     @property
+    def space_s(self) -> float:
+        """Return the maximum time, in seconds, to wait for free slots, and for other writers of a page.
+
+        After that time, the request fails.
+        """
+        return _SPACE_S if self.timeout_s is None else self.timeout_s
+
+    def arrival_s(self, num_tokens: int) -> float:
+        """Return the maximum time, in seconds, to wait until this many stored tokens are loaded.
+
+        Unless ``timeout_s`` is set, it is the time to compute the tokens. A request that waits this long and
+        then computes them takes at most twice as long as one that computes them at once. The time is at least
+        10 s, so that a short load peak does not cost a hit, and at most 60 s.
+        """
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return _between(_SPACE_S, self.compute_s(num_tokens))
+
+    def room_s(self, num_tokens: int) -> float:
+        """Return the maximum time, in seconds, to wait for space in HBM for this many stored tokens.
+
+        Unless ``wait_for_room_s`` is set, it is the time to compute the tokens, but at least 1 s and at most
+        60 s. It never exceeds ``timeout_s``.
+        """
+        most = _MOST_S if self.timeout_s is None else self.timeout_s
+        if self.wait_for_room_s is not None:
+            return min(self.wait_for_room_s, most)
+        return min(_between(_ROOM_S, self.compute_s(num_tokens)), most)
+
+    @property
     def looks_up(self) -> bool:
-        """Whether pages of earlier requests may be reused."""
+        """Return whether pages of earlier requests may be reused."""
         return self.storing != "no-store"
 
     @property
     def keeps(self) -> bool:
-        """Whether later requests may find pages of this one."""
+        """Return whether later requests can reuse pages of this one."""
         return self.storing in ("all", "memory-only")
 
     @property
     def by_layers(self) -> bool:
-        """Whether the first layers may be computed while the last ones of the stored prefix are in flight.
+        """Return whether to compute the first layers while later layers of the stored prefix are in flight.
 
-        A page that fails to arrive is then computed from the tokens alone, which is wrong if an extra with a position
-        says that tokens stand for something else. Draft models, windows and deadlines need to know what is there before
-        they begin.
+        Pages that cannot be loaded are then computed from their tokens alone. This would be wrong if an extra
+        with a position says that tokens stand for something else. With a draft model, a window or a deadline,
+        it must be known in advance which pages can be loaded.
         """
         return (
             self.num_models == 1
@@ -144,14 +214,19 @@ class Terms:
 
     @property
     def plain_tokens(self) -> int | None:
-        """Tokens before the first placed extra, beyond which equal tokens may have other K/V; None without a limit."""
+        """Return the number of tokens before the first extra with a position, or None without such an extra.
+
+        After that position, equal tokens may have different K/V.
+        """
         return min((item[0] for item in self.extra if isinstance(item, tuple)), default=None)
 
 
 def root_of(store: TierStore, page_size: int, salt: bytes, extra: Iterable[Extra]) -> bytes:
-    """Return a root that is equal for requests whose equal tokens have equal keys. Placed extras do not count.
+    """Return the root of a request's pages in the prefix index.
 
-    It is the key of one fixed page, so whatever separates keys separates roots.
+    Two requests have the same root only if equal tokens have equal keys in both. Extras with a position are
+    ignored. The root is the key of one page of fixed tokens, so it depends on the same things as other keys,
+    except the tokens.
     """
     shared = [item for item in extra if not isinstance(item, tuple)]
     return store.keys([0] * page_size, salt=salt, extra=shared)[0]
@@ -166,25 +241,30 @@ def check_storing(storing: str) -> None:
 def unpadded(
     input_ids: torch.Tensor | Sequence[int], attention_mask: torch.Tensor | None
 ) -> tuple[list[list[int]], int]:
-    """Return the tokens of each row without its padding, and the width of the batch.
+    """Return the tokens of each row without padding, and the width of the batch.
 
     Raises:
-        ValueError: A batch or row is empty, the shape is wrong, or the mask hides anything but columns on the left.
+        ValueError: The batch or a row is empty, the shape is wrong, or the mask hides anything except columns
+            on the left.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or not ids.numel():
-        raise ValueError(f"the prompt is empty or not of shape [T] or [B, T], got shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"input_ids must be of shape [T] or [B, T] and not empty, got shape {tuple(ids.shape)}"
+        )
     if attention_mask is None:
         return ids.long().tolist(), ids.shape[1]
     mask = torch.as_tensor(attention_mask)
     if mask.ndim == 1:
         mask = mask[None]
     if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the prompts {tuple(ids.shape)}")
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but must have the shape of input_ids, {tuple(ids.shape)}"
+        )
     seen = mask != 0
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
-        raise ValueError("attention_mask hides more than padding on the left: pad on the left")
+        raise ValueError("attention_mask must hide only padding on the left of each row: pad on the left")
     rows = zip(ids.long().tolist(), seen.sum(-1).tolist(), strict=True)
     return [row[len(row) - count :] for row, count in rows], ids.shape[1]

@@ -1,10 +1,11 @@
-"""One sequence on a store: its block table, what each model has written, and when its pages are sealed.
+"""One sequence in a store: its block table, its tokens, and the sealing of its pages.
 
-    sealed pages     the store's, held by this sequence's lease, read-only; found by later requests
-    private pages    its own, or shared with its forks: writable if not shared, given back on close
+    sealed pages     owned by the store, pinned by this sequence's lease, read-only; later requests can reuse them
+    private pages    owned by this sequence or shared with its forks; writable if not shared; freed on close
 
-It knows tokens, keys and slots, but nothing of transformers. Feeding a token that the pages already hold at its
-position writes nothing, so a fully stored prompt computes its last token without changing its pages.
+This module works with tokens, keys and slots, and is independent of transformers. Feeding a token that is
+already in the pages at its position writes nothing, so the last token of a fully stored prompt is computed
+without changing its pages.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class PageKeys:
     """The page keys of one sequence. Not thread-safe, like the sequence."""
 
     def __init__(self, terms: Terms, prompt: Sequence[int] = (), keys: Sequence[PageKey] = ()) -> None:
-        """Begin with the ``prompt`` that the sequence was opened for, and the ``keys`` of its full pages."""
+        """Start with the ``prompt`` that the sequence was opened for, and the ``keys`` of its full pages."""
         self._terms = terms
         self._prompt = prompt
         self._of_prompt = keys
         self._made: list[PageKey] = []
 
     def to(self, stop: int, known: Sequence[int]) -> list[PageKey]:
-        """Return the keys of the first ``stop`` pages of the ``known`` tokens, which fill them."""
+        """Return the keys of the first ``stop`` pages. The sequence's tokens, ``known``, must fill them."""
         if len(self._made) < stop:
             tokens = known[: stop * self._terms.pages.page_size]
             if len(self._of_prompt) >= stop and tokens == self._prompt[: len(tokens)]:
@@ -48,11 +49,11 @@ class PageKeys:
         return self._made[:stop]
 
     def cut(self, pages: int) -> None:
-        """Forget the keys after the first ``pages``, because later tokens change."""
+        """Keep only the keys of the first ``pages`` pages, because the tokens after them change."""
         del self._made[pages:]
 
     def copy(self) -> PageKeys:
-        """Return the same for a fork."""
+        """Return a copy for a fork."""
         other = PageKeys(self._terms, self._prompt, self._of_prompt)
         other._made = list(self._made)
         return other
@@ -60,15 +61,18 @@ class PageKeys:
 
 @dataclass(slots=True)
 class Written:
-    """What one model has written: K/V of the first ``held`` tokens, of which the first ``len(tokens)`` are known."""
+    """Records what one model has written: K/V of the first ``held`` tokens.
+
+    ``tokens`` contains the IDs of these tokens, as far as they are known.
+    """
 
     held: int = 0
     tokens: list[int] = field(default_factory=list)
     fed: int = 0
-    """Where its last forward pass ended."""
+    """Number of tokens in the sequence at the end of the model's last forward pass."""
 
     def cut(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens``."""
+        """Discard everything after the first ``num_tokens`` tokens."""
         self.held, self.fed = min(self.held, num_tokens), min(self.fed, num_tokens)
         del self.tokens[num_tokens:]
 
@@ -83,42 +87,44 @@ def agreed(models: Sequence[Written]) -> int:
 
 
 class PagedSequence:
-    """A sequence that begins with the longest stored prefix of its prompt and grows page by page.
+    """A sequence that starts with the longest stored prefix of its prompt and grows page by page.
 
-    Writing takes three steps, so that a batch can allocate space for all its sequences at once: ``begin`` says what is
-    to be written, ``missing_slots`` and ``grow`` allocate, ``finish`` declares it written in all layers of a model. Not
-    thread-safe.
+    Writing takes three steps, so that a batch can allocate space for all of its sequences at once. ``begin``
+    determines which tokens will be written, ``missing_slots`` and ``grow`` allocate, and ``finish`` records
+    that all layers of a model have written them. Not thread-safe.
     """
 
     def __init__(self, terms: Terms, table: BlockTable, prompt: Sequence[int]) -> None:
-        """Take over a table; use ``open`` or ``fork``."""
+        """Take ownership of a table. Callers use ``open`` or ``fork`` instead."""
         self.table = table
         self.written = [Written() for _ in range(terms.num_models)]
         self.origins: list[tuple[Tier, int]] = []
-        """Where the tokens it began with were found, in order: tier and number of tokens."""
+        """The tiers in which the stored prefix was found, each with a number of tokens, in order."""
         self.copied_tokens = 0
-        """Tokens of these in a page that was copied because the prompt diverges from it inside."""
+        """Number of prefix tokens in a copied page, because the prompt diverges within the stored page."""
         self._terms = terms
         self.expected = list(prompt)
-        """The part of its prompt that was not removed by ``truncate``."""
+        """The part of the prompt that ``truncate`` has not removed."""
         self._keys = PageKeys(terms)
         self._unlisted: Sequence[PageKey] = ()
-        """Tokens of the first pages, if the last sealed ones are not in the index of prefixes yet."""
+        """Keys of the first pages, for ``_list_sealed`` to add to the prefix index. Empty once they are in it."""
         self.arrival: Arrival | None = None
-        """Stored pages that are still in flight. Call ``settle`` before anything but a forward pass."""
+        """Tracks stored pages in flight. If not None, call ``settle`` before anything but a forward pass."""
+        self.missed: str | None = None
+        """Why the prefix is not longer: a value of ``Lease.missing_because``, "late", or None if unknown."""
         self._holding: Holding | None = None
-        """Its sealed pages; None once it is closed."""
+        """Keeps the sealed pages under a lease. None once the sequence is closed."""
         self._confirmed = 0
-        """Tokens that will not be removed as rejected drafts."""
+        """Number of leading tokens that cannot be rejected drafts, so their pages may be sealed."""
 
     @classmethod
     def open(
         cls, terms: Terms, private: PrivateSlots, prompt: Sequence[int], tail: Tail | None = None
     ) -> PagedSequence:
-        """Open a sequence for ``prompt``; stored pages are loaded and stay pinned. Takes over ``tail``.
+        """Open a sequence for ``prompt``. Its stored pages are loaded, and pinned until ``close``.
 
-        Layer by layer (``Terms.by_layers``) they may still be in flight; see ``arrival``. A prefix that does not arrive
-        within ``terms.timeout_s`` is computed instead.
+        Takes ownership of ``tail``. With ``Terms.by_layers``, pages may still be in flight afterwards; see
+        ``arrival``. Pages that are not loaded within ``terms.arrival_s`` must be computed instead.
 
         Raises:
             ValueError: The prompt is empty.
@@ -130,38 +136,44 @@ class PagedSequence:
         sequence._holding = Holding(terms, opening.lease, opening.leased)
         sequence._keys, sequence.arrival = PageKeys(terms, prompt, opening.keys), opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
+        sequence.missed = opening.missed
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
         return sequence
 
     @property
     def held(self) -> int:
-        """Number of leading tokens whose K/V every model has in the pages."""
+        """Return the number of leading tokens whose K/V every model has in the pages."""
         return min(each.held for each in self.written)
 
     @property
     def known(self) -> list[int]:
-        """The tokens that the first model was fed, as far as they are known."""
+        """Return the tokens that were fed to the first model, as far as they are known."""
         return self.written[0].tokens
 
     def expect(self, start: int, token_ids: Sequence[int]) -> None:
-        """Raise ValueError if these tokens, fed from position ``start`` on, contradict the prompt."""
+        """Raise ValueError if these tokens, the first of which is at ``start``, differ from the prompt."""
         known = self.expected[start : start + len(token_ids)]
         if known != list(token_ids[: len(known)]):
             raise ValueError(
-                f"the tokens fed at position {start} are not those of the prompt this cache was made for"
+                f"the tokens fed at position {start} differ from the prompt that this cache was created for"
             )
 
     def settle(self) -> bool:
-        """Wait for pages in flight. Returns whether some failed: they are not held any more, but still expected."""
+        """Wait for stored pages in flight. Return whether any could not be loaded.
+
+        In this case, the sequence is truncated to the full pages that were loaded. ``expected`` keeps the
+        tokens of the others, which must be fed again.
+        """
         arrival, self.arrival = self.arrival, None
         if arrival is None or self._holding is None:
             return False
         pages, half = arrival.settle()
         if pages == len(self._holding.pages) and half:
             return False
+        self.missed = arrival.missed
         if not pages:
-            # it may have started to wait for the next page only
+            # the lease may be empty: perhaps only the copied page was in flight
             self._holding.nothing()
         self._holding.pages = range(pages)
         for written in self.written:
@@ -172,9 +184,16 @@ class PagedSequence:
         return True
 
     def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
-        """Prepare for ``model`` to be fed tokens ``[start, stop)``. Returns the first of them that must be written.
+        """Prepare to feed tokens ``[start, stop)`` to ``model``. Return the first position to be written.
 
-        Everything that the model wrote from there on becomes void. ``token_ids``: None if they are not known.
+        The pages already have K/V of the tokens before it. Everything that the model wrote from there on
+        becomes invalid. The result is ``stop`` if nothing must be written.
+
+        Args:
+            model: Index of the model.
+            start: Position of the first token.
+            stop: Position after the last token.
+            token_ids: The tokens. None if they are unknown; then all are written.
         """
         self._list_sealed()
         written = self.written[model]
@@ -188,21 +207,23 @@ class PagedSequence:
         return first
 
     def missing_slots(self, first: int, stop: int) -> int:
-        """Return the number of slots that ``grow`` needs for these tokens."""
+        """Return the number of slots that ``grow`` needs for tokens ``[first, stop)``."""
         return self.table.missing_slots(stop, first) if first < stop else 0
 
     def grow(self, first: int, stop: int, slots: Sequence[int]) -> None:
-        """Make tokens ``[first, stop)`` writable in ``slots``, which belong to the sequence now.
+        """Make tokens ``[first, stop)`` writable in ``slots``, which the sequence now owns.
 
-        Copies shared pages.
+        Shared pages are copied.
         """
         if first < stop:
             for copy in self.table.extend(stop, slots, first):
                 self._terms.pages.copy(copy.src, copy.dst)
 
     def finish(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> None:
-        """Note that ``model`` has written tokens up to ``stop`` in all layers, and seal pages that all models
-        filled.
+        """Record that ``model`` has written tokens ``[start, stop)`` in all layers.
+
+        Pages that all models have filled are sealed, except pages with tokens that may be rejected drafts.
+        Pages that no window needs any more are released.
         """
         written = self.written[model]
         written.held, written.fed = max(written.held, stop), stop
@@ -210,24 +231,26 @@ class PagedSequence:
             written.tokens[start:stop] = token_ids
         self.table.advance(max(self.table.num_tokens, stop))
         if model == 0:
-            # Beyond the prompt, all tokens of a pass but the first may be drafts that will be removed.
+            # After the prompt, all tokens of a short pass except the first may be drafts, which may be removed.
             drafts = stop - start <= ROLLBACK
             self._confirmed = max(start + 1, min(stop, len(self.expected))) if drafts else stop
         self._seal(self._confirmed)
         self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens, of every model.
+        """Remove all tokens of every model after the first ``num_tokens``.
 
-        Private pages behind them return to the store, and sealed ones are released.
+        Private pages after these tokens are freed, and sealed ones are released.
 
         Raises:
-            ValueError: The window behind them is gone. Nothing changes.
+            ValueError: The next token's window includes pages that have been dropped. Nothing has changed.
         """
         window = self._terms.window
         needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
         if needed < self.table.first_page:
-            raise ValueError(f"cannot go back to {num_tokens} tokens: the pages of their window were dropped")
+            raise ValueError(
+                f"cannot go back to {num_tokens} tokens: pages of their window were dropped. Reset the cache instead"
+            )
         self._list_sealed()
         pages = -(-num_tokens // self.table.page_size)
         if self._holding is not None and self._holding.pages.stop > pages:
@@ -239,7 +262,7 @@ class PagedSequence:
         self._cut_table(num_tokens)
 
     def reset(self) -> None:
-        """Forget every token, of every model. Private pages return to the store, and sealed ones are released."""
+        """Remove all tokens of every model. Private pages are freed, and sealed pages are released."""
         self._list_sealed()
         for written in self.written:
             written.cut(0)
@@ -250,7 +273,10 @@ class PagedSequence:
             self._holding.nothing()
 
     def fork(self) -> PagedSequence:
-        """Return a second sequence that begins like this one. Pages are shared until one of them writes."""
+        """Return a second sequence with the same content.
+
+        Pages are shared until one of the two writes to them.
+        """
         self._list_sealed()
         other = PagedSequence(self._terms, self.table.fork(), self.expected)
         other.written = [Written(each.held, list(each.tokens), each.fed) for each in self.written]
@@ -260,13 +286,15 @@ class PagedSequence:
         return other
 
     def equals(self, other: PagedSequence) -> bool:
-        """Return whether both have the same tokens in the same pages."""
+        """Return whether both sequences have the same tokens in the same pages."""
         return self.table.slots == other.table.slots and self.written == other.written
 
     def take_tail(self) -> Tail | None:
-        """Return the half-full last page, if it is not shared and all models wrote the same.
+        """Remove the partially filled last page from the sequence and return it.
 
-        The caller owns it then.
+        Only tokens that every model has written are kept. Return None if they fill whole pages, if the page
+        is shared, or if the sequence is closed. Full pages are sealed first. The caller owns the page's
+        slot.
         """
         stop = self._agreed()
         if self._holding is not None:
@@ -277,7 +305,7 @@ class PagedSequence:
         if not count or self._holding is None or not self.table.private.sole(slot := self.table.slots[page]):
             return None
         tokens = tuple(self.known[:stop])
-        # also what was allocated and never written: only the one page leaves the family
+        # This also frees slots that were allocated but never written. Only the last page is handed to the caller.
         self._give_back(self.table.truncate(stop))
         self.table.private.hand_over(slot)
         del self.table.slots[page:]
@@ -287,7 +315,7 @@ class PagedSequence:
         return Tail(slot, page, tokens, self._holding.exact, self._terms.root)
 
     def close(self) -> None:
-        """Seal full pages, give back the rest and release the lease. A second call has no effect."""
+        """Seal full pages, free the others and release the lease. Idempotent."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.drop()
@@ -309,7 +337,10 @@ class PagedSequence:
         return agreed(self.written)
 
     def _seal(self, num_tokens: int) -> None:
-        """Give every full private page within ``num_tokens`` to the store, and use the slots it answers with."""
+        """Put the full private pages of the first ``num_tokens`` tokens into the store.
+
+        The sequence then uses the slots that the store returns. It waits for other writers of these pages.
+        """
         full = min(num_tokens, self._agreed()) // self.table.page_size
         if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
             return
@@ -329,9 +360,10 @@ class PagedSequence:
         self._unlisted = keys[:count]
 
     def _list_sealed(self) -> None:
-        """Add sealed pages to the index of prefixes.
+        """Add newly sealed pages to the prefix index.
 
-        Done only once the token that waits for the end of a pass is out.
+        Called at the start of the next operation, not when the pages are sealed, so that the forward pass
+        returns its token without delay.
         """
         keys, self._unlisted = self._unlisted, ()
         if keys:
@@ -339,7 +371,11 @@ class PagedSequence:
             prefixes_of(self._terms.store, self.table.page_size).insert(self._terms.root, tokens, keys)
 
     def _own_lease(self, stop: int) -> bool:
-        """Hold exactly the pages before ``stop``, alone. False: nothing more of this sequence can be sealed."""
+        """Hold exactly the pages from the first one in the window to page ``stop - 1``.
+
+        They are held under a lease that no fork shares. Return False if this is impossible. In this case, no more
+        pages can be sealed.
+        """
         wanted = range(self.table.first_page, stop)
         if self._holding is None or self._holding.owns(wanted):
             return self._holding is not None
@@ -347,7 +383,7 @@ class PagedSequence:
         return self._holding.own(keys, slots, wanted)
 
     def _drop_behind_window(self) -> None:
-        """Release pages that no layer looks at any more because of sliding windows."""
+        """Release the pages that all windows have passed."""
         fed = min(each.fed for each in self.written)
         first = first_needed(self._terms, fed, self.table.page_size)
         if first <= self.table.first_page:

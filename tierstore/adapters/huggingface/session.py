@@ -1,12 +1,13 @@
-"""Chat sessions over a store, by name.
+"""Named chat sessions whose K/V are kept in a store.
 
-Each continues where its last turn ended, down to the token, and may fork anywhere. Full pages of a turn are in the
-store and found by their tokens: they go down the tiers between turns and come back. The page that the last turn left
-half full has no key; the session keeps its slot until the next turn, or until it expires. ``PrefixCache`` has the
-sessions of one model in one store, and serves single prompts, too.
+Each session continues exactly where its last turn ended, and can be forked at any token. Full pages of a turn
+are in the store and are found by their tokens, so they may be demoted between turns and promoted again. The
+partially filled page at the end of the last turn has no key, so the session keeps this page in an HBM slot
+until its next turn or until it expires. ``PrefixCache`` manages the sessions of one model in one store, and
+also handles single prompts.
 """
 
-# transformers leaves some of its functions untyped:
+# transformers leaves some functions untyped:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -21,41 +22,48 @@ from typing import Any, Literal, Self
 import torch
 from transformers import PreTrainedModel
 
-from prefetch import Sessions
 from tierstore.adapters.huggingface.cache import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.identity import plain_model, weights_now
 from tierstore.adapters.huggingface.prefix import Tail, give_back
 from tierstore.adapters.huggingface.request import PageGroups, Storing, check_storing
 from tierstore.errors import CapacityError, StoreClosed
 from tierstore.keys import Extra
+from tierstore.prefetch import Sessions
 from tierstore.store import TierStore
 from tierstore.types import Hint, PageKey, require_flag, require_seconds, whole
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn cost. ``reused_tokens`` and ``computed_tokens`` count its prompt, the whole conversation."""
+    """Token counts of one turn.
+
+    ``reused_tokens`` and ``computed_tokens`` add up to the turn's prompt, which is the whole conversation.
+    """
 
     new_tokens: int
-    """Tokens appended since the last turn's answer."""
+    """Number of tokens that were appended after the answer of the previous turn."""
     reused_tokens: int
     computed_tokens: int
-    """The new tokens and the last one before them: the last token of an answer is sampled, but not fed."""
+    """Number of computed prompt tokens.
+
+    The last token of the previous answer is one of them, because it was sampled but not fed to the model.
+    """
     copied_tokens: int
-    """Reused tokens in a page that was copied because the conversation diverges from the stored page inside it."""
+    """Number of reused tokens in a copied page, because the conversation diverges within the stored page."""
     answer_tokens: int
 
 
 class Session:
-    """A conversation by name, made by ``PrefixCache.session``. For one thread at a time.
+    """A named conversation, created by ``PrefixCache.session``. Not thread-safe.
 
-    Other threads may expire it, or give up its half full page for others; both wait for the end of a turn.
+    Other threads may expire the session, or free its partially filled page to make space, but not during a
+    turn.
     """
 
     def __init__(self, home: PrefixCache, session_id: str, ttl_s: float) -> None:
         self.session_id = session_id
         self.ttl_s = ttl_s
-        """Seconds until it expires after its last turn."""
+        """Time from the end of the last turn until the session expires, in seconds."""
         self.turns: list[Turn] = []
         self._home = home
         self._tokens: list[int] = []
@@ -66,27 +74,28 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the conversation so far, answers included."""
+        """Return the conversation so far, including answers."""
         return tuple(self._tokens)
 
     @property
     def expired(self) -> bool:
-        """Return whether it has expired. Never during a turn."""
+        """Return whether the session has expired. Always False during a turn."""
         return not self._in_turn and self._home.now() >= self._expires_at
 
     @property
     def keeps_page(self) -> bool:
-        """Return whether it owns a half full page in HBM now."""
+        """Return whether the session owns a partially filled page in HBM."""
         return self._tail is not None
 
     def append(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Append tokens to the conversation, without computing anything.
+        """Append tokens to the conversation without computing anything.
 
         Returns:
             The whole conversation, ``[1, T]``, for ``generate``.
 
         Raises:
-            ValueError: There are several rows, or a token is not in the model's vocabulary. Nothing is appended.
+            ValueError: There are several rows, or a token is not in the model's vocabulary. Nothing is
+                appended.
         """
         given = torch.as_tensor(token_ids)
         if given.ndim > 2 or (given.ndim == 2 and given.shape[0] != 1):
@@ -97,25 +106,26 @@ class Session:
         size = plain_model(self._home.model).config.get_text_config(decoder=True).vocab_size
         strange = [token for token in tokens if not 0 <= token < size]
         if strange:
-            raise ValueError(f"a token must be 0 to {size - 1}, the model's vocabulary, got {strange[0]}")
+            raise ValueError(
+                f"a token must be from 0 to {size - 1} (the model's vocabulary), got {strange[0]}"
+            )
         self._tokens += tokens
         return torch.tensor([self._tokens], device=self._home.model.device)
 
     @contextmanager
     def turn(self) -> Iterator[TierStoreCache]:
-        """Open a cache for the conversation so far, with which to run ``generate`` or the model.
+        """Open a cache for the conversation so far, and close it at the end of the block.
 
-        Closed at the end of the block.
-
-        What the model was fed is kept: full pages in the store, the half full last one by the session. Append the
-        answer afterwards; the session's ``generate`` does all of this.
+        Pass the cache to the model or its ``generate``. K and V of the tokens that were fed to the model are
+        kept: full pages in the store, the partially filled last page by the session. After the block, append
+        the answer to the session. ``Session.generate`` does all of this.
 
         Raises:
-            ValueError: There is no token, or a turn is running.
+            ValueError: The conversation is empty, or a turn is already running.
         """
         with self._home.lock:
             if self._in_turn:
-                raise ValueError(f"session {self.session_id!r} is in a turn already")
+                raise ValueError(f"session {self.session_id!r} already has a turn in progress")
             self._in_turn = True
             tail, self._tail = self._tail, None
         self._home.turns.began(self.session_id)
@@ -131,10 +141,13 @@ class Session:
     def generate(self, **options: Any) -> list[int]:
         """Answer the conversation with ``model.generate(**options)``, append the answer and return it.
 
-        Uses a draft model if the ``PrefixCache`` has one. ValueError for options that give several answers.
+        Uses the draft model of the ``PrefixCache``, if there is one.
+
+        Raises:
+            ValueError: The options ask for several answers.
         """
         if options.get("num_return_sequences", 1) != 1:
-            raise ValueError("a session has one answer per turn; fork it to try several")
+            raise ValueError("a session has one answer per turn; fork the session to try several answers")
         model: Any = self._home.model
         prompt = torch.tensor([self._tokens], device=model.device)
         with self.turn() as cache:
@@ -160,20 +173,23 @@ class Session:
         return answer
 
     def fork(self, session_id: str, num_tokens: int | None = None) -> Session:
-        """Return a new session that begins with the first ``num_tokens`` tokens of this one and shares its pages.
+        """Return a new session with the first ``num_tokens`` tokens of this one. It shares their pages.
 
-        If the fork is inside a page, the new session copies that page when it continues: stored pages are never
-        written.
+        If the last of these tokens is within a page, the new session copies that page when it continues.
+        Stored pages are never written to.
 
         Raises:
-            ValueError: The name is in use, or there are fewer tokens. Nothing changes.
-            TypeError: The count is not an integer, or the name not a string. Nothing changes.
+            ValueError: The name is in use, or this session has fewer tokens. Nothing has changed.
+            TypeError: ``num_tokens`` is not an integer, or the name is not a string. Nothing has changed.
         """
         count = len(self._tokens) if num_tokens is None else whole("num_tokens", num_tokens)
         if not isinstance(session_id, str):
             raise TypeError(f"session_id must be a string, got {session_id!r}")
         if count > len(self._tokens):
-            raise ValueError(f"a fork must be at 0 to {len(self._tokens)} tokens, got {count}")
+            raise ValueError(
+                f"num_tokens of a fork must be 0 to {len(self._tokens)}, got {count}: "
+                f"the session has {len(self._tokens)} tokens"
+            )
         other = self._home.new_session(session_id, self.ttl_s)
         other._tokens, other._answered = self._tokens[:count], min(count, self._answered)
         other._tail = self._copy_tail(count)
@@ -181,29 +197,41 @@ class Session:
         return other
 
     def retain(self, ttl_s: float) -> None:
-        """Expire ``ttl_s`` seconds from now, and ask the store to evict this conversation's pages after others.
+        """Set the time until the session expires, and ask the store to evict other pages first until then.
 
-        Infinity never expires. TypeError or ValueError if ``ttl_s`` is not a duration; then nothing changes.
+        ``ttl_s`` is in seconds and counts from now; after another turn, it counts from the end of that turn.
+        With infinity, the session never expires.
+
+        Raises:
+            TypeError, ValueError: ``ttl_s`` is not a duration. Nothing has changed.
         """
         require_seconds("ttl_s", ttl_s)
         self.ttl_s, self._expires_at = ttl_s, self._home.now() + ttl_s
         self._hint("retain", ttl_s)
 
     def drop(self) -> None:
-        """End the session: release its half full page, and let its other pages be evicted before others. Idempotent."""
+        """End the session. Idempotent.
+
+        Its partially filled page is freed, its name can be used again, and the store is asked to evict its
+        stored pages early.
+        """
         self.free_tail()
         self._home.forget(self)
         self._hint("wont_need", None)
 
     def free_tail(self) -> None:
-        """Release the half full page. Its tokens will be computed again."""
+        """Free the partially filled page. The next turn computes its tokens again."""
         with self._home.lock:
             tail, self._tail = self._tail, None
         give_back(self._home.store, tail)
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
-        """Copy the half full page for a fork inside it. Returns None if there is none, or no slot for the copy."""
-        # The lock keeps other threads from releasing the page during the copy. Nothing here waits.
+        """Copy the partially filled page for a fork within it.
+
+        Return None if there is no such page or no free slot.
+        """
+        # The lock prevents other threads from freeing the page during the copy. It is held only briefly,
+        # because ``allocate`` does not wait.
         with self._home.lock:
             tail, page_size = self._tail, self._home.pages.page_size
             if tail is None or num_tokens <= tail.page * page_size:
@@ -216,7 +244,11 @@ class Session:
             return Tail(slot, tail.page, tail.tokens[:num_tokens], tail.exact, tail.root)
 
     def _rest(self) -> None:
-        """End a turn. With a prefetcher, the pages are kept until the next turn is due and brought back by then."""
+        """Restart the session's expiry time after a turn, and ask the store to retain the session's pages.
+
+        If a prefetcher expects the next turn, it promotes the pages in time for the turn, and they are retained
+        only until shortly after the turn is expected to start.
+        """
         self._expires_at = self._home.now() + self.ttl_s
         with suppress(StoreClosed):
             keys = self._home.keys(self._tokens)
@@ -226,20 +258,20 @@ class Session:
         with suppress(StoreClosed):
             keys = tuple(self._home.keys(self._tokens))
             if keys:
-                # A clock, as an earlier session of this name may have given hints.
+                # The revision is the time, so it exceeds those of an earlier session with the same name.
                 hint = Hint(f"session {self.session_id}", monotonic_ns(), keys, need=need, ttl_s=ttl_s)
                 self._home.store.hint(hint)
 
 
 TAILS_OF_HBM = 8
-"""One HBM page in this many may be a half full page of an idle session."""
+"""At most one in this many HBM pages may be the partially filled page of an idle session."""
 
 
 class PrefixCache:
-    """The sessions and single requests of one model in one store.
+    """Manages the sessions and single requests of one model in one store.
 
-    Thread-safe; each session is for one thread at a time. Close it before the store: it owns pages of idle
-    sessions.
+    Thread-safe, but each session must be used by one thread at a time. Close the ``PrefixCache`` before the
+    store, because it owns pages of idle sessions.
     """
 
     def __init__(
@@ -250,12 +282,14 @@ class PrefixCache:
         draft: PreTrainedModel | None = None,
         salt: bytes = b"",
         extra: Iterable[Extra] = (),
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
         storing: Storing = "all",
         exact: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """The options are those of ``TierStoreCache``, for every request. Nothing changes yet.
+        """Set the options of all requests. They mean the same as in ``TierStoreCache``.
+
+        ``clock`` returns the time in seconds. It decides when sessions expire.
 
         Raises:
             ValueError: ``storing`` is unknown, or ``timeout_s`` is not a duration.
@@ -263,14 +297,15 @@ class PrefixCache:
         """
         check_storing(storing)
         require_flag("exact", exact)
-        require_seconds("timeout_s", timeout_s)
+        if timeout_s is not None:
+            require_seconds("timeout_s", timeout_s)
         self.store = store
         self.model = model
         self.has_draft = draft is not None
         self.pages = PageGroups(store)
         self.now = clock
         self.turns = Sessions(store, clock=clock)
-        """Predicts the next turns of sessions and hints them to an attached prefetcher."""
+        """Predicts the next turns of sessions and gives hints about them to an attached prefetcher."""
         self._sessions: dict[str, Session] = {}
         self.lock = RLock()
         self._options: dict[str, Any] = {
@@ -290,15 +325,18 @@ class PrefixCache:
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> TierStoreCache:
-        """Return a cache for these prompts, ``TierStoreCache(store, input_ids, attention_mask, ...)``.
+        """Return a ``TierStoreCache`` for these prompts. The caller must close it.
 
-        Close it after use.
+        ``options`` override those of this ``PrefixCache``. Expired sessions are removed first.
         """
         self.expire()
         return TierStoreCache(self.store, input_ids, attention_mask, **{**self._options, **options})
 
     def session(self, session_id: str, *, ttl_s: float = 600.0) -> Session:
-        """Return the session of this name, a new one if there is none. It expires ``ttl_s`` seconds after each turn.
+        """Return the session with this name, creating it if needed.
+
+        The session expires ``ttl_s`` seconds after its last turn. Sessions that have expired are removed
+        first.
 
         Raises:
             TypeError: The name is not a string, or ``ttl_s`` is not a number.
@@ -316,17 +354,18 @@ class PrefixCache:
             return found
 
     def new_session(self, session_id: str, ttl_s: float) -> Session:
-        """Return a session with a new name. ValueError if the name is in use."""
+        """Create a session with a new name. Raises ValueError if the name is in use."""
         with self.lock:
             if session_id in self._sessions:
-                raise ValueError(f"there is a session {session_id!r} already")
+                raise ValueError(f"session {session_id!r} already exists")
             self._sessions[session_id] = Session(self, session_id, ttl_s)
             return self._sessions[session_id]
 
     def keep(self, session: Session) -> None:
-        """Note that a turn of the session ended. If there are too many half full pages, the oldest are released.
+        """Record that a session was just used.
 
-        A session that was dropped meanwhile keeps no page.
+        If idle sessions own too many partially filled pages, those of the least recently used sessions are
+        freed. If this session was removed in the meantime, its partially filled page is freed.
         """
         with self.lock:
             if self._sessions.get(session.session_id) is not session:
@@ -338,14 +377,14 @@ class PrefixCache:
                 each.free_tail()
 
     def forget(self, session: Session) -> None:
-        """Remove the session's name."""
+        """Remove the session, so that its name can be used again."""
         with self.lock:
             if self._sessions.get(session.session_id) is session:
                 del self._sessions[session.session_id]
                 self.turns.forget(session.session_id)
 
     def expire(self) -> int:
-        """Drop expired sessions and return their number. ``request`` and ``session`` do this by themselves."""
+        """Remove expired sessions and return their number. ``request`` and ``session`` call this."""
         with self.lock:
             late = [each for each in self._sessions.values() if each.expired]
             for session in late:
@@ -354,8 +393,9 @@ class PrefixCache:
             return len(late)
 
     def keys(self, token_ids: Sequence[int]) -> list[PageKey]:
-        """Return the keys of a sequence's full pages, with this cache's salt and extras and the weights as they are
-        now.
+        """Return the keys of a sequence's full pages.
+
+        They depend on this cache's salt and extras, and on the current weights.
         """
         models = [plain_model(each) for each in (self.model, self._options["draft"]) if each is not None]
         extra = self._options["extra"]
@@ -363,7 +403,10 @@ class PrefixCache:
         return self.store.keys(token_ids, salt=self._options["salt"], extra=(*extra, *changed))
 
     def close(self) -> None:
-        """Release the half full pages of all sessions. Sealed pages can still be matched. Idempotent."""
+        """Free the partially filled pages of all sessions and forget the sessions. Idempotent.
+
+        Later requests can still find the sealed pages.
+        """
         with self.lock:
             for session in list(self._sessions.values()):
                 session.free_tail()

@@ -1,11 +1,13 @@
-"""vLLM's KV connector: one JSON line turns TierStore on (docs/vllm.md).
+"""vLLM KV connector: one JSON argument enables TierStore (docs/vllm.md).
 
     --kv-transfer-config '{"kv_connector": "TierStoreConnector", "kv_connector_module_path": "tierstore.adapters.vllm",
       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"config": "tiers.yaml"}}'
 
-The scheduler's process decides (``scheduler``: a directory, metadata only), each worker's process moves (``worker``:
-host memory, disk, the engine's tensors); ``messages`` is all that crosses. vLLM is imported with the connector's name.
+The connector has two halves. In the scheduler process, ``scheduler`` makes all decisions. It keeps track of the
+pages but has no access to their contents. In each worker process, ``worker`` owns host memory, disk and the
+engine's tensors, and moves the pages. The halves communicate only through the dataclasses in ``messages``. vLLM
+is imported when ``TierStoreConnector`` is first accessed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Chunks of an engine's host memory on the NVMe tier: bounded, checked, and found again after a restart.
+"""Stores chunks of an engine's host memory on the NVMe tier.
 
-For engines that have a host tier of their own and allow another tier below it. A chunk is one row of the
-engine's memory; its content is not interpreted. The least recently used chunks are evicted first. Of chunks
-used together, the later ones are evicted first, because a chunk is useless without those before it.
+This module serves engines that have their own host tier and accept another tier below it. A chunk is one row of
+the engine's host memory; its content is opaque. Chunks on disk are checksummed, limited in total size, and found
+again after a restart.
+
+The least recently used chunks are evicted first. Among chunks that were used together, the later ones are evicted
+first, because a chunk is useless without the chunks before it.
 """
 
 from __future__ import annotations
@@ -27,20 +30,23 @@ if TYPE_CHECKING:
     from tierstore.types import Ack
 
 _KEPT = frozenset({Failure.UNAVAILABLE, Failure.CLOSED})
-"""Failures after which the chunk's record is still valid, because it was not read."""
+"""Failures after which a chunk's record is kept: the record was not read, so it may be intact."""
 
 _PROBE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a job.
+    """The result of a job.
 
     Attributes:
-        arrived: Keys whose chunks reached their destination, in the job's order.
-        complete: Whether all chunks of the job did.
-        seconds: Time from the submission of the job to its end.
-        nbytes: Size of the arrived chunks in the engine's memory.
+        job: The ID of the job.
+        is_load: Whether the job was a load.
+        arrived: Keys of the job's chunks that did not fail, in the job's order. For a store, they include chunks
+            that were already on disk or being written.
+        complete: Whether no chunk of the job failed.
+        seconds: Time in seconds from the submission of the job to its end.
+        nbytes: Size of the ``arrived`` chunks in the engine's memory, in bytes.
     """
 
     job: int
@@ -62,18 +68,19 @@ class _Job:
 
 
 class Chunks:
-    """The index of the chunks on disk, and the jobs in flight.
+    """Keeps the index of the chunks on disk, and runs the jobs that store and load chunks.
 
-    Not thread-safe: one call at a time, from any thread. Only ``drain`` and ``close`` block.
+    Not thread-safe: callers on different threads must serialize their calls. Only ``drain`` and ``close``
+    block.
     """
 
     def __init__(self, tier: NvmeTier, memory: NDArray[np.uint8], woken: Event) -> None:
-        """Take over the tier and list the chunks that it holds.
+        """Take ownership of the tier, and list the chunks in it.
 
         Args:
-            tier: The tier, owned by this object from now on.
-            memory: The engine's memory, ``[chunks, bytes]``, which must stay valid until ``close``.
-            woken: The event that the tier was opened to set.
+            tier: The NVMe tier. ``close`` closes it.
+            memory: The engine's host memory, ``[chunks, bytes]``. It must stay valid until ``close`` returns.
+            woken: The event that the tier sets when ``tier.poll`` may return something.
         """
         self._tier = tier
         self._memory = memory
@@ -92,10 +99,10 @@ class Chunks:
         self._probed = 0.0
 
     def holds(self, key: bytes) -> bool:
-        """Return whether a load of this chunk would be tried. O(1).
+        """Return whether the chunk is on disk and a load of it is worth trying. O(1).
 
-        While the disk hangs or fails, at most one call per half second returns True, so that a recovery is
-        noticed.
+        While the disk hangs or fails, at most one call per half second returns True. The load that follows shows
+        whether the disk has recovered.
         """
         if _page_key(key) not in self._held:
             return False
@@ -108,17 +115,17 @@ class Chunks:
         return True
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Mark these chunks as used. They belong to one request and are in its order."""
+        """Mark these chunks as just used. Pass the chunks of one request, in the order of its tokens."""
         for key in reversed(list(keys)):
             if (mine := _page_key(key)) in self._held:
                 self._held.move_to_end(mine)
 
     def store(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
-        """Write rows ``places`` under ``keys``. The rows must not change until the job is done.
+        """Queue writes of the memory rows ``places`` under ``keys``.
 
-        Chunks that are on disk or being written are not written again. The least recently used chunks are
-        evicted to make space. Chunks for which there is still no space are left out, and the job ends as not
-        complete.
+        The rows must not change until ``finished`` returns the job. Chunks that are already on disk or being
+        written are not written again. The least recently used chunks are evicted to make space. Chunks for which
+        there is still no space are skipped, and the job is reported as incomplete.
         """
         found = _Job(job, False, list(keys), time.monotonic())
         wanted = [(key, place) for key, place in zip(found.keys, places, strict=True) if self._is_new(key)]
@@ -137,7 +144,10 @@ class Chunks:
         self._tier.submit_write(self._transfer(found, Tier.HOST, self._tier.tier), rows)
 
     def load(self, job: int, keys: Iterable[bytes], places: Iterable[int]) -> None:
-        """Fill rows ``places`` with the chunks of ``keys``. The rows are undefined until the job is done."""
+        """Queue reads of the chunks ``keys`` into the memory rows ``places``.
+
+        The contents of the rows are undefined until ``finished`` returns the job.
+        """
         found = _Job(job, True, list(keys), time.monotonic())
         rows = [self._memory[int(place)] for place in places]
         found.moving = list(found.keys)
@@ -148,10 +158,10 @@ class Chunks:
         self._tier.submit_read(self._transfer(found, self._tier.tier, Tier.HOST), rows)
 
     def finished(self) -> list[Done]:
-        """Return the jobs that ended since the last call. Nothing accesses their rows any more.
+        """Return the jobs that have finished since the last call. Their rows are no longer accessed.
 
-        A load whose read hangs ends only when the disk answers, because until then the disk may write to its
-        row.
+        If a read hangs, its load finishes only when the disk responds: until then, the read may still write to
+        its row.
         """
         for ack in self._tier.poll():
             self._take(ack)
@@ -159,7 +169,7 @@ class Chunks:
         return done
 
     def drain(self) -> None:
-        """Wait until every job has ended; ``finished`` returns them afterwards."""
+        """Wait, without a timeout, until every job has finished. ``finished`` then returns the jobs."""
         while True:
             self._woken.clear()
             for ack in self._tier.poll():
@@ -169,24 +179,33 @@ class Chunks:
             self._woken.wait()
 
     def removed(self) -> list[PageKey]:
-        """Return the tier's keys of chunks that were removed since the last call."""
+        """Return the tier's keys of the chunks that were evicted or found unreadable since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
     def close(self, timeout_s: float) -> None:
-        """Finish writes in flight, and release the directory and the engine's memory.
+        """Finish writes in flight, close the tier, and stop using the engine's memory.
+
+        Args:
+            timeout_s: Maximum time to wait, in seconds.
 
         Raises:
-            TierStoreError: The disk does not answer in time. A thread may still use the memory.
+            TierStoreError: The disk did not respond in time. A thread may still access the engine's memory.
         """
         if not self._tier.close(seconds_to_wait("timeout_s", timeout_s)):
-            raise TierStoreError(f"the disk did not answer within {timeout_s} s: its memory is still in use")
+            raise TierStoreError(
+                f"the disk did not respond within {timeout_s} s; the engine's memory is still in use, so do not free it"
+            )
         for ack in self._tier.poll():
             self._take(ack)
         self._memory = self._memory[:0].copy()
 
     def stats(self) -> dict[str, object]:
-        """Return the tier's ``stats`` with ``chunks``, ``used_nbytes``, ``under_way`` and counters added."""
+        """Return the tier's ``stats`` and some figures of this object.
+
+        The figures are ``chunks`` and ``used_nbytes`` (number and size of the records on disk), ``under_way``
+        (jobs in flight), ``evicted`` (chunks evicted so far) and ``no_room`` (chunks skipped for lack of space).
+        """
         mine = {"chunks": len(self._held), "used_nbytes": self._used, "under_way": len(self._jobs)}
         return {
             **self._tier.stats(),
@@ -199,7 +218,10 @@ class Chunks:
         return (mine := _page_key(key)) not in self._held and mine not in self._writing
 
     def _make_room(self) -> bool:
-        """Evict chunks to make space for one more record. False if too many chunks are being read."""
+        """Evict chunks until one more record fits into the capacity.
+
+        Return False, without evicting anything, if chunks that are being read or written leave too little space.
+        """
         cost = self._tier.record_nbytes
         limit = self._tier.budget_nbytes - (len(self._writing) + 1) * cost
         if self._used <= limit:
@@ -250,7 +272,7 @@ class Chunks:
             self._end(job)
 
     def _was_read(self, ended: Sequence[tuple[bytes, Failure | None]]) -> None:
-        """Forget chunks that could not be read, unless the read was not tried."""
+        """Remove chunks whose read failed. Keep chunks whose read was not attempted."""
         self._reading.subtract(_page_key(key) for key, _ in ended)
         self._reading = +self._reading
         self._forget(
@@ -272,7 +294,10 @@ class Chunks:
 
 
 def is_whole(key: bytes) -> bool:
-    """Return whether the tier uses this key as it is: 36 bytes, like vLLM's SHA-256. Others are hashed."""
+    """Return whether the tier uses this key unchanged.
+
+    Keys of 36 bytes, such as vLLM's SHA-256 keys, are used unchanged. Other keys are hashed.
+    """
     return len(key) == KEY_NBYTES
 
 

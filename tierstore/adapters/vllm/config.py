@@ -1,8 +1,8 @@
-"""The connector's configuration: its own settings, those read from vLLM's, and each rank's share.
+"""Configuration of the connector.
 
-``Settings`` is ``kv_connector_extra_config``; ``Deployment`` describes one engine, the same for the
-scheduler's half and the workers'. Unsupported settings raise ConfigError here; settings with surprising
-effects log a warning.
+``Settings`` represents ``kv_connector_extra_config``. ``Deployment`` adds the relevant settings of vLLM. It
+describes one engine, and is the same in the scheduler half and the workers. Unsupported settings raise
+ConfigError. Settings that are supported but have surprising effects cause a logged warning.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tierstore.config import StoreConfig
 
 Load = Literal["always", "if_faster"]
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 _KNOWN = ("config", "layout", "load", "load_timeout_s", "model_id", "put_off_s")
 _LOADS: tuple[Load, ...] = ("always", "if_faster")
 _LOSSLESS = {"host.codec": ("none",), "nvme.codec": ("none", "exp")}
@@ -40,13 +41,18 @@ LOAD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """``config`` has the tiers. ``layout`` is the KV layout asked of vLLM; None leaves the choice to the connector.
+    """The connector's settings in ``kv_connector_extra_config``.
 
-    ``load`` says whether pages that are faster to compute are still loaded from disk while no other request waits
-    for the engine. ``load_timeout_s``: a request whose pages have not arrived by then computes the rest.
-    ``model_id`` names the weights beyond their files; change it when the weights change in place. ``put_off_s``:
-    how long a request waits in vLLM's queue, without blocks, for pages that come up from disk; with 0 its load
-    begins at once.
+    Attributes:
+        config: The configuration of the tiers.
+        layout: The KV layout to request from vLLM. None lets the connector choose.
+        load_timeout_s: Time in seconds after which a request computes the pages that have not been loaded.
+        model_id: A name that identifies the weights in addition to their files. Change it when the weights
+            change in place.
+        put_off_s: Maximum time in seconds that a request waits in vLLM's queue, without owning blocks, while its
+            pages are read from disk. With 0, its load starts immediately.
+        load: With "always", all pages that are found are loaded. With "if_faster", the connector loads as much of
+            the prefix as minimizes the time that all requests together have to wait.
     """
 
     config: StoreConfig
@@ -58,27 +64,39 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """Parse vLLM's ``kv_connector_extra_config``. ConfigError names key, value and valid values."""
+        """Parse vLLM's ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: A key is unknown or a value is invalid. The message names the key, the value and the
+                valid values.
+        """
         for key in extra:
             if key not in _KNOWN:
                 near = get_close_matches(key, _KNOWN, 1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ConfigError(
-                    f"unknown key {key!r} in kv_connector_extra_config{meant} known keys: {', '.join(_KNOWN)}"
+                    f"unknown key {key!r} in kv_connector_extra_config{meant}; known keys: {', '.join(_KNOWN)}"
                 )
         source = extra.get("config")
         if not isinstance(source, str | PathLike | Mapping):
             raise ConfigError(
-                f"config must be the path of a YAML file, or its content as a mapping, got {source!r}"
+                f"config must be the path of a YAML file, or a mapping with the same contents, got {source!r}"
             )
         timeout, put_off = extra.get("load_timeout_s", LOAD_TIMEOUT_S), extra.get("put_off_s", 0)
         if not _are_seconds(timeout) or not timeout:
-            raise ConfigError(f"load_timeout_s must be seconds above 0 and up to 3600, got {timeout!r}")
+            raise ConfigError(
+                f"load_timeout_s must be a number of seconds above 0 and at most 3600, got {timeout!r}"
+            )
         if not _are_seconds(put_off):
-            raise ConfigError(f"put_off_s must be seconds from 0 to 3600, got {put_off!r}")
+            raise ConfigError(f"put_off_s must be a number of seconds from 0 to 3600, got {put_off!r}")
         for key in ("layout", "model_id"):
             if not isinstance(extra.get(key, ""), str | None):
                 raise ConfigError(f"{key} must be a string, got {extra[key]!r}")
+        if extra.get("model_id") is not None and not extra["model_id"].strip():
+            raise ConfigError(
+                f"model_id must not be blank, got {extra['model_id']!r}; give the weights a name, or leave model_id "
+                "out to identify them by the model's files alone"
+            )
         load = extra.get("load", "if_faster")
         if load not in _LOADS:
             raise ConfigError(f"load must be one of {', '.join(_LOADS)}, got {load!r}")
@@ -92,9 +110,13 @@ class Settings:
         )
 
     def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:
-        """Return the tiers of one rank: its share of all capacities, its device, a directory of its own engine.
+        """Return the configuration of one rank: its share of all capacities, its device and its directory.
 
-        ``replica`` is the number of this engine if several with a scheduler each serve one model (data parallel).
+        Args:
+            world_size: Number of ranks, among which the capacities are divided.
+            replica: Index of this engine if several engines, each with its own scheduler, serve the model (data
+                parallel). Each engine then has its own directory. None if there is one engine.
+            device: Device of the rank's HBM pages, such as "cuda:0".
         """
         config = self.config
         changes: dict[str, object] = {"hbm": HbmConfig(device=device, owner="engine")}
@@ -122,11 +144,12 @@ def _path_of(path: Path, replica: int | None) -> Path:
 def _for_engine(config: StoreConfig) -> StoreConfig:
     if config.hbm is not None and config.hbm.owner == "store":
         raise ConfigError(
-            "hbm.owner must be 'engine', or the hbm section missing, as vLLM owns HBM; got 'store'"
+            "hbm.owner must be 'engine' under vLLM, which owns HBM, got 'store'; "
+            "change it, or leave out the hbm section"
         )
     if config.host is None:
         raise ConfigError(
-            "host is missing: under vLLM the configuration needs a host section with a capacity"
+            "host is missing: under vLLM, the configuration needs a host section with a capacity"
         )
     codecs = {
         "host.codec": config.host.codec,
@@ -136,7 +159,8 @@ def _for_engine(config: StoreConfig) -> StoreConfig:
         if codec not in _LOSSLESS[name]:
             allowed = " or ".join(_LOSSLESS[name])
             raise ConfigError(
-                f"{name} must be {allowed} under vLLM, whose pages are stored byte by byte, got {codec!r}"
+                f"{name} must be {allowed} under vLLM, got {codec!r}: lossy codecs are not supported "
+                "there, and host memory holds pages unencoded"
             )
     return config
 
@@ -145,12 +169,12 @@ _log = logging.getLogger("tierstore.adapters.vllm.served")
 
 
 def device_of(tensor: torch.Tensor) -> str:
-    """Return the tensor's device as ``hbm.device`` names it."""
+    """Return the name of the tensor's device, as used in ``hbm.device``."""
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
 
 
 def tell_of_policy(transfer_config: Any) -> None:
-    """Warn if vLLM would fail requests whose pages are missing instead of computing them."""
+    """Warn if vLLM is set to fail a request whose pages cannot be loaded, instead of computing the pages."""
     policy = getattr(transfer_config, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         _log.warning(
@@ -161,93 +185,146 @@ def tell_of_policy(transfer_config: Any) -> None:
 
 
 def tell_of_hashes(last: bool) -> None:
-    """Warn if no page on disk would be found after a restart."""
+    """Warn that pages on disk will not be found after a restart, because block hashes will be different.
+
+    Do nothing if block hashes stay the same (``last``).
+    """
     if not last:
         _log.warning(
-            "this vLLM starts its block hashes at random in every process: pages on disk are found after a "
-            "restart only if PYTHONHASHSEED is set to the same number for all of them"
+            "this vLLM seeds its block hashes at random in every process: pages on disk are found after a "
+            "restart only if PYTHONHASHSEED is set to the same number for all processes"
         )
 
 
+def tell_of_no_caching() -> None:
+    """Warn that the connector does nothing because vLLM's prefix caching is off."""
+    _log.warning(
+        "prefix caching is off in vLLM (by --no-enable-prefix-caching, or because vLLM switched it off for this model "
+        "or platform): TierStoreConnector offers no hits and stores no pages"
+    )
+
+
 def wants_events(vllm_config: Any) -> bool:
-    """Return whether KV events are published."""
+    """Return whether vLLM publishes KV events."""
     events = getattr(vllm_config, "kv_events_config", None)
     return events is not None and bool(events.enable_kv_cache_events)
 
 
 def require_served(vllm_config: Any) -> None:
-    """Raise ConfigError if the parallel layout is not supported."""
+    """Raise ConfigError if the parallel configuration is not supported."""
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} must be 1 with TierStoreConnector, got {getattr(parallel, name)}")
+            raise ConfigError(
+                f"{name} must be 1 with TierStoreConnector, got {getattr(parallel, name)}: with more than 1, the "
+                "tokens of a block are distributed over several ranks, which TierStoreConnector does not support"
+            )
+
+
+def clears_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return whether vLLM clears new blocks before the connector can wait for copies that read them.
+
+    If layers have recurrent states, or keep KV in several precisions, vLLM clears each block before its next use.
+    Model runner V2 clears it before calling the connector, so a copy in flight might store cleared bytes.
+    """
+    clears = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return bool(clears and getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def memory_may_go(vllm_config: Any) -> bool:
-    """Return whether vLLM may free the KV cache's memory while it sleeps."""
+    """Return whether vLLM may free the memory of the KV cache while it sleeps."""
     model = vllm_config.model_config
     return any(getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator"))
 
 
+def caching_is_on(vllm_config: Any) -> bool:
+    """Return whether vLLM's prefix caching is on.
+
+    A worker may switch it off while it loads the model. In a worker, call this only after the model is loaded.
+    """
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Immutable plain data, the same for the scheduler's half and the workers."""
+    """Configuration of one engine, the same in the scheduler half and the workers. Immutable plain data."""
 
     settings: Settings
     groups: Groups
     identity: str
-    """Identity of the model, from which the namespaces of its keys are made."""
+    """Identity of the model. The namespaces of its keys are derived from it."""
     world_size: int
-    """Number of workers that share each page."""
+    """Number of workers. Each page is split among them."""
+    stages: int
+    """Number of pipeline stages. Each has the KV of its own layers. Stages may have different numbers of layers."""
     replica: int | None
-    """Number of this engine among those that share the requests (data parallel); None if there is only one."""
+    """Index of this engine if requests are distributed over several engines (data parallel), else None."""
     num_blocks: int
     events: bool
     """Whether KV events are published."""
     lora: str
-    """Settings that affect the K/V of LoRA adapters, besides the adapters' files."""
+    """Settings that affect the K/V of LoRA adapters, in addition to the adapters' files."""
     memory_may_go: bool
-    """Whether vLLM may free the KV cache's memory while it sleeps."""
+    """Whether vLLM may free the memory of the KV cache while it sleeps."""
+    role: Role
+    """vLLM's ``kv_role``."""
+    caching: bool
+    """Whether prefix caching is on in vLLM, as far as this process knows."""
+    pins: bool
+    """Whether blocks must be pinned in vLLM's pool while they are copied. See ``clears_blocks_early``."""
 
     @classmethod
     def of(cls, vllm_config: Any, transfer_config: Any, kv_cache_config: Any) -> Deployment:
-        """Read vLLM's configuration. ConfigError if this connector cannot work with it."""
+        """Return the deployment that vLLM's configuration describes. Raises ConfigError if it is not supported."""
         compat.require_tested()
         settings = Settings.of(transfer_config.kv_connector_extra_config)
+        groups = groups_of(kv_cache_config)
         require_served(vllm_config)
         parallel = vllm_config.parallel_config
         return cls(
             settings=settings,
-            groups=groups_of(kv_cache_config),
+            groups=groups,
             identity=identity(vllm_config, settings.model_id),
             world_size=parallel.world_size,
+            stages=parallel.pipeline_parallel_size,
             replica=parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
             num_blocks=kv_cache_config.num_blocks,
             events=wants_events(vllm_config),
             lora=str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
             memory_may_go=memory_may_go(vllm_config),
+            role=transfer_config.kv_role,
+            caching=caching_is_on(vllm_config),
+            pins=clears_blocks_early(vllm_config, kv_cache_config),
         )
 
     def tell(self, transfer_config: Any) -> None:
-        """Warn about settings that work, but perhaps not as expected."""
+        """Log a warning for each setting that is supported but may not do what the user expects."""
         tell_of_policy(transfer_config)
+        if not self.caching:
+            tell_of_no_caching()
         if self.settings.config.nvme is not None:
             tell_of_hashes(compat.hashes_last())
 
     def with_adapter(self, adapter: Adapter) -> Sequence[bytes]:
-        """Return the namespaces of the keys of requests with this LoRA adapter."""
+        """Return the key namespaces for requests with this LoRA adapter, one per group."""
         return self.groups.namespaces(f"{self.identity} lora {adapter.digest} {self.lora}")
 
-    def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
-        """Return the configuration of worker ``rank`` and its share, and the engine's ``tensors`` as pages.
+    @property
+    def _stage_name(self) -> str:
+        """Return a name for the layers of this process's pipeline stage. Empty if a single stage has all layers."""
+        return "" if self.stages == 1 else repr([group.layers for group in self.groups.all])
 
-        ConfigError if the tensors cannot be pages.
+    def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
+        """Return the configuration of worker ``rank``, and the layout of pages in its KV tensors.
+
+        Raises:
+            ConfigError: The layout of the tensors is not supported.
         """
         found = kv_layout(
             tensors,
             num_blocks=self.num_blocks,
             block_size=(self.groups.spine or self.groups.all[0]).block_size,
-            identity=self.groups.name + self.identity,
+            identity=self._stage_name + self.groups.name + self.identity,
             shard=rank,
         )
         return self.settings.of_rank(self.world_size, self.replica, device_of(tensors[0])), found

@@ -1,7 +1,7 @@
 """Events for routers: pages that became readable in host memory or on disk, or were removed from there.
 
-Only pages that this process stored are reported. The tokens of pages that an earlier process left on disk are
-unknown.
+Only pages that this process has stored are reported, because events contain the tokens of a page. The tokens of pages
+that an earlier process left on disk are unknown.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _MOST_EVENTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block as vLLM names it."""
+    """A block, with the attributes that vLLM uses to identify it."""
 
     block_hash: bytes
     parent: bytes | None
     tokens: tuple[int, ...]
     lora_name: str | None
     group: int = 0
-    """Number of the KV cache group to which the block belongs."""
+    """Index of the block's KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A block became readable in a tier, or was removed from it."""
+    """A block that became readable in a tier, or was removed from it."""
 
     block: Block
     tier: Tier
@@ -42,20 +42,27 @@ class Change:
 
 
 class Events:
-    """Changes since the last ``take``, in order. Of a page that moves down, the lower tier comes first."""
+    """Collects the changes since the last ``take``, in order.
+
+    If a page moves to a lower tier, its arrival there is reported before its removal from the upper tier.
+    """
 
     def __init__(self) -> None:
         self._coming: OrderedDict[PageKey, Block] = OrderedDict()
         self._held: dict[PageKey, tuple[Block, set[Tier]]] = {}
         self._changes: list[Change] = []
         self.lost = 0
-        """Number of changes that were dropped because no caller took them in time."""
+        """Number of changes that were dropped because they were not taken in time."""
 
     def learn(self, request: Any, keys: Sequence[PageKey], first: int, group: Group) -> None:
-        """Note that these blocks of the request, from number ``first`` on, are to be stored."""
+        """Record the hashes and tokens of blocks that are about to be stored.
+
+        ``keys`` are the keys of consecutive blocks of the request in ``group``. The first of these blocks has the
+        number ``first``.
+        """
         hashes, size, stride = request.block_hashes, group.block_size, group.stride
         lora = getattr(request, "lora_request", None)
-        # Also for pages that the store holds: their removal may not have been reported yet.
+        # This includes pages that the store already has, because their removal may not have been reported yet.
         for i, key in enumerate(keys, first):
             parent = hashes[i * stride - 1] if i else None
             tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])

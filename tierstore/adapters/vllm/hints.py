@@ -1,8 +1,9 @@
-"""Hints that arrive with a request in vLLM's ``kv_hints``, translated into hints of the store.
+"""Hints in vLLM's ``kv_hints``, translated into hints for the store.
 
-An envelope of actions may come with a request, and each component takes its own actions. Ours have version "1":
-``tierstore.will_need`` with ``deadline_s`` and ``priority``, ``tierstore.retain`` with ``ttl_s`` and ``priority``,
-``tierstore.wont_need``. An action that cannot be read is logged and skipped; it never fails the request.
+A request may carry an envelope of actions, and each component handles its own actions. TierStore's actions
+have version "1": ``tierstore.will_need`` with ``deadline_s`` and ``priority``, ``tierstore.retain`` with
+``ttl_s`` and ``priority``, and ``tierstore.wont_need``. An invalid action is logged and skipped; it never
+fails the request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _log = logging.getLogger("tierstore.adapters.vllm.told")
 PREFIX = "tierstore."
 VERSION = "1"
 _MOST = 10**9
-"""Limit of seconds (thirty years) and of priorities. Integers are unbounded, but sums with a clock's time are not."""
+"""Maximum of times in seconds (about 30 years) and of priorities.
+
+Python's integers are unbounded, but a huge one cannot be added to a clock's time, which is a float.
+"""
 _PAYLOADS = {
     "will_need": {"deadline_s", "priority"},
     "retain": {"ttl_s", "priority"},
@@ -41,9 +45,10 @@ class RequestHints:
 
     Attributes:
         starts_in_s: Seconds until the request is expected to start.
-        priority: Of requests that start together, the higher one goes first.
-        after: Action on the pages of the request when it has ended; None if no hint gives one.
-        keep_s: How long its pages are retained.
+        priority: Among requests that start at the same time, those with a higher priority go first.
+        after: What to do with the request's pages after it has finished: retain them, or evict them first. None
+            if no hint says so.
+        keep_s: How long the request's pages are retained, in seconds.
         keep_priority: Priority of the retained pages.
     """
 
@@ -58,34 +63,34 @@ NO_HINTS = RequestHints()
 
 
 def hints_of(request: object) -> RequestHints:
-    """Return the hints that came with a vLLM request. Of several actions of one kind the last counts."""
+    """Return the hints of a vLLM request. If there are several actions of one kind, the last one counts."""
     hints = NO_HINTS
     for action in compat.hint_actions(request):
         if action.action_type.startswith(PREFIX):
             try:
                 hints = _with(hints, action)
             except ValueError as error:
-                _log.warning("kv_hints: action %s is left: %s", action.action_id, error)
+                _log.warning("kv_hints: action %s is ignored: %s", action.action_id, error)
     return hints
 
 
 class PageRetention:
-    """Makes the store retain the pages of requests, or evict them first, as hinted."""
+    """Asks the store to retain the pages of finished requests or to evict them early, as their hints say."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._revisions = count(1)
 
     def waits(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
-        """Retain the pages of a queued request whose pages are to be retained after it has ended."""
+        """Retain the pages of a queued request from now on, if its hints ask to retain them after it has finished."""
         if hints.after == "retain":
             self._hint(request_id, hints, keys)
 
     def ended(self, request_id: str, hints: RequestHints, keys: Sequence[PageKey]) -> None:
-        """Retain or give up the pages of a request that has ended.
+        """Retain the pages of a finished request, or mark them for early eviction.
 
-        Pages that are still being copied out of vLLM's blocks are retained once they arrive. Given-up pages
-        are evicted first only if they are stored by now.
+        Pages that are still being copied from vLLM's blocks are retained once they are stored. Pages are only
+        marked for early eviction if they are stored already.
         """
         if hints.after is not None and keys:
             self._hint(request_id, hints, keys)
@@ -109,8 +114,9 @@ def _with(hints: RequestHints, action: Any) -> RequestHints:
         raise ValueError(f"the payload of {action.action_type} must be a mapping, got {payload!r:.60}")
     strange = sorted(map(repr, payload.keys() - _PAYLOADS[kind]))
     if strange:
-        allowed = ", ".join(sorted(_PAYLOADS[kind])) or "no fields"
-        raise ValueError(f"the payload of {action.action_type} may have {allowed}, got {strange[0]}")
+        allowed = ", ".join(sorted(_PAYLOADS[kind]))
+        must = f"may only have the keys {allowed}" if allowed else "must have no keys"
+        raise ValueError(f"the payload of {action.action_type} {must}, got the key {strange[0]}")
     if kind == "wont_need":
         return replace(hints, after="wont_need")
     priority = _number(payload, "priority", 0)

@@ -1,9 +1,9 @@
-"""Page keys under vLLM: the identity of a model and its LoRA adapters, combined with vLLM's block hashes.
+"""Page keys under vLLM: derived from the identity of the model and its LoRA adapter, and vLLM's block hashes.
 
-A key combines the namespace and the block hash, which covers the whole prefix. A block hash covers tokens, LoRA name
-and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``). The namespace covers everything else that
-decides what a model computes: weights, dtype, distribution over ranks, and an adapter's files. A prompt of 131,072
-tokens has 8,192 blocks to look up before its first token, so keys are made in bulk.
+A key combines a namespace with a block hash. The block hash covers the tokens of the whole prefix, LoRA name
+and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``). The namespace covers everything else
+that the KV depends on: weights, dtype, distribution over ranks, and an adapter's files. Keys are computed in bulk
+for speed: a prompt with 131,072 tokens has 8,192 blocks to look up before its first token.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _KEY_NBYTES = _HASH_NBYTES + len(_SUFFIX)
 
 
 class Hashed(Protocol):
-    """The part of vLLM's request that is used here."""
+    """The attributes of a vLLM request from which this module derives keys."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash per full hash block, in order. The sequence grows as tokens are added."""
+        """Return one hash per full hash block, in order. The sequence grows as tokens are added."""
         ...
 
 
 class KeyChain:
-    """The keys of one request's blocks, each computed once.
+    """The keys of one request's blocks. Each key is computed once.
 
     Args:
-        request: The request, whose hashes may grow.
-        namespace: 32 bytes, the namespace of the keys.
-        stride: Hashes per block. The key of a block is made of the last one.
+        request: The request. Its hashes may grow.
+        namespace: The namespace of the keys, 32 bytes.
+        stride: Number of hashes per block. A block's key is derived from the last of its hashes.
     """
 
     def __init__(self, request: Hashed, namespace: bytes, stride: int = 1) -> None:
@@ -53,11 +53,15 @@ class KeyChain:
         self._keys: list[PageKey] = []
 
     def first(self, blocks: int) -> list[PageKey]:
-        """Return the keys of the first ``blocks`` blocks; fewer if fewer are full."""
+        """Return the keys of the first ``blocks`` blocks, or of all full blocks if there are fewer."""
         return self._keys[: self._grown(blocks)]
 
+    def between(self, first: int, end: int) -> list[PageKey]:
+        """Return the keys of blocks ``first`` to ``end - 1``, without those of blocks that are not full."""
+        return self._keys[first : self._grown(end)]
+
     def at(self, number: int) -> PageKey | None:
-        """Return the key of one block; None if it is not full."""
+        """Return the key of one block, or None if the block is not full."""
         return self._keys[number] if number < self._grown(number + 1) else None
 
     def _grown(self, blocks: int) -> int:
@@ -69,18 +73,18 @@ class KeyChain:
 
 
 def namespace(identity: str) -> bytes:
-    """Return 32 bytes that are equal only for equal identities."""
+    """Return the key namespace of an identity: a digest of 32 bytes."""
     return blake2b(
         identity.encode("utf-8", "surrogatepass"), digest_size=32, person=b"tierstore-vllm"
     ).digest()
 
 
 def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
-    """Return the key of each block. Two keys are equal only if both their namespaces and hashes are.
+    """Return the key of each block. Two keys are equal only if both namespace and hash are equal.
 
-    Hashes of 32 bytes (vLLM's SHA-256) are digests already, and are combined bit by bit (XOR) with the
-    namespace, which is a digest, too. Keys of two namespaces collide only if their hashes differ in exactly
-    the bits in which the namespaces differ. Hashes of other lengths are digested together with the namespace.
+    Hashes of 32 bytes (vLLM's SHA-256) are digests already. They are combined with the namespace, which is
+    also a digest, by XOR. Keys in two namespaces collide only if their hashes differ in exactly the bits in
+    which the namespaces differ. Hashes of other lengths are digested together with the namespace.
     """
     if set(map(len, hashes)) != {_HASH_NBYTES}:
         return [
@@ -95,18 +99,22 @@ def page_keys(namespace: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
 _log = logging.getLogger("tierstore.adapters.vllm.identity")
 
 _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-"""Config entries that say how a model is stored or run. ``identity`` adds the dtype separately."""
+"""Config entries that only say how a model is stored or run.
+
+``identity`` leaves them out, and has an entry of its own for the dtype.
+"""
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def identity(vllm_config: Any, model_id: str) -> str:
-    """Return, as JSON, the model, its weights, dtypes, attention and parallel layout, and the user's ``model_id``.
+    """Return the identity of the model as JSON.
 
-    Weights in a local folder are identified by samples of every file, at most 1 MiB each; weights from a hub
-    by their commit. Scheduler and workers compute the same string, and so does the next process for the same
-    files.
+    It includes the model, its weights, dtypes, attention and parallel configuration, and the user's
+    ``model_id``. Weights in a local directory are identified by samples of every file, at most 1 MiB each;
+    weights from a hub by their commit. The scheduler and all workers compute the same string, and so does a
+    later process with the same files.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     folder = Path(model.model)
@@ -128,14 +136,17 @@ def identity(vllm_config: Any, model_id: str) -> str:
         "dcp": getattr(parallel, "decode_context_parallel_size", 1),
         "id": model_id,
     }
+    unquantized = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    if unquantized:  # left out if empty, so that pages stored before this entry existed are found
+        parts["unquantized_layers"] = sorted(map(str, unquantized))
     return json.dumps(parts, sort_keys=True, default=_named)
 
 
 def weights_digest(path: Path) -> str:
-    """Return a hex digest of names, lengths and samples of all weight files in a folder, or of one file.
+    """Return a hex digest of the weight files in a directory, or of one file.
 
-    The samples of a file are its first 64 KiB, where safetensors files have their header, its last 64 KiB,
-    and 14 pieces of that size in between.
+    It covers the name, the size and samples of each file. The samples are the first 64 KiB, where safetensors
+    files have their header, the last 64 KiB, and 14 pieces of that size in between.
     """
     files = [path] if path.is_file() else sorted(f for kind in _WEIGHTS for f in path.glob(kind))
     digest = sha256()
@@ -154,47 +165,50 @@ def _feed_samples(digest: hashlib._Hash, file: Path, size: int) -> None:
 
 
 _ALL_OF_ADAPTER = 256 << 20
-"""Largest file of an adapter that is digested completely. Larger files are sampled."""
+"""Maximum size of an adapter file that is digested completely. Larger files are sampled."""
 _OF_ADAPTER = ("adapter_config.json", *_WEIGHTS)
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
-"""Name, length, inode and times of each file of an adapter. Equal signatures are taken as equal content."""
+"""Name, size, inode and times of each file of an adapter.
+
+Equal signatures are assumed to mean equal contents.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as one request uses it."""
+    """A LoRA adapter, as used by one request."""
 
     number: int
-    """vLLM's ``lora_int_id``, which identifies what vLLM has loaded."""
+    """vLLM's ``lora_int_id``, which identifies the adapter that vLLM has loaded."""
     digest: str
-    """Digest of its files. The namespace of the request's keys includes it."""
+    """Digest of its files, part of the namespace of the request's keys."""
     generation: int
-    """How often the files of this number were found to have changed."""
+    """How many times the files under this ``lora_int_id`` were found to have changed."""
     reloads: bool
-    """Whether the request makes vLLM load the files again."""
+    """Whether the request makes vLLM reload the files."""
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """The adapter that vLLM has loaded under a number, as far as the files show."""
+    """The adapter that vLLM has loaded under one ``lora_int_id``, as far as the files on disk show."""
 
     path: Path
     signature: Signature
     digest: str | None
-    """None if it is unknown whether vLLM has the files from before or after a change."""
+    """Digest of the loaded files. None if it is unknown whether vLLM loaded them before or after a change."""
     generation: int = 0
     pending: bool = False
-    """Whether vLLM has yet to load the changed files, for a request with ``load_inplace``."""
+    """Whether vLLM has yet to reload the changed files, for a request with ``load_inplace``."""
 
 
 class Adapters:
-    """The LoRA adapters of one engine, identified by their files. Use it from the scheduler's thread only.
+    """The LoRA adapters of one engine, identified by their files. Used only by the scheduler's thread.
 
-    vLLM loads an adapter when its ``lora_int_id`` is first used, keeps it, and may drop it and load it again.
-    If the files change in between, it is unknown which weights vLLM computes with. Pages of that
+    vLLM loads an adapter when its ``lora_int_id`` is first used and keeps it, but may drop it and load it
+    again. If the files change in between, it is unknown which weights vLLM uses. The pages of requests with that
     ``lora_int_id`` are then neither reused nor stored until a request makes vLLM reload the adapter
-    (``load_inplace``). A newly trained adapter needs another ``lora_int_id``, or a restart.
+    (``load_inplace``). A newly trained adapter needs a new ``lora_int_id``, or a restart.
     """
 
     def __init__(self) -> None:
@@ -202,15 +216,16 @@ class Adapters:
         self._warned: set[tuple[int, str]] = set()
 
     def of(self, lora: Any) -> Adapter | None:
-        """Return the adapter of vLLM's ``LoRARequest``. None, with a warning, if its weights are unknown.
+        """Return the adapter of vLLM's ``LoRARequest``.
 
-        Checks the files' signature for every request, and reads their content when the signature changes.
+        If it is unknown which weights vLLM uses, log a warning and return None. Each call examines the files, and
+        reads their contents the first time and whenever names, sizes, inodes or times have changed.
         """
         number, path = int(lora.lora_int_id), _adapter_folder(lora)
         reloads = bool(getattr(lora, "load_inplace", False))
         signature = None if path is None else _signature(path)
         if path is None or signature is None:
-            self._warn(number, lora, "it is no folder with adapter files that can be read here")
+            self._warn(number, lora, "it is not a local folder with readable adapter files")
             self._unclear(number)
             return None
         known = self._loaded.get(number)
@@ -229,19 +244,27 @@ class Adapters:
         elif known.digest is None and reloads:
             known.digest, known.pending = _digest(path, signature), True
         if known.digest is None or (known.pending and not reloads):
-            self._warn(number, lora, "its files have changed since vLLM may have loaded them")
+            self._warn(
+                number, lora, "its files have changed, and vLLM may have loaded the old or the new ones"
+            )
             return None
         return Adapter(number, known.digest, known.generation, reloads)
 
     def holds(self, adapter: Adapter, *, look: bool = False) -> bool:
-        """Return whether vLLM still computes with these files. With ``look``, check the files as well."""
+        """Return whether vLLM still uses the weights that ``adapter`` stands for.
+
+        With ``look``, also check whether the files on disk have changed.
+        """
         known = self._loaded[adapter.number]
         if look and known.generation == adapter.generation and _signature(known.path) != known.signature:
             self._unclear(adapter.number)
         return known.generation == adapter.generation and known.digest == adapter.digest
 
     def runs(self, adapter: Adapter) -> None:
-        """Record that a request with the adapter runs. If it makes vLLM reload the files, this is done."""
+        """Record that a request with the adapter is running.
+
+        If the request makes vLLM reload the adapter's files, vLLM has now done so.
+        """
         known = self._loaded[adapter.number]
         if adapter.reloads and known.generation == adapter.generation:
             known.pending = False
@@ -255,8 +278,8 @@ class Adapters:
         if (number, why) not in self._warned:
             self._warned.add((number, why))
             _log.warning(
-                "TierStore: KV of LoRA adapter %r (id %d, path %r) is neither reused nor stored: %s. Give adapters as "
-                "local folders, and a changed adapter another lora_int_id",
+                "TierStore: KV of LoRA adapter %r (id %d, path %r) is neither reused nor stored: %s. Load adapters "
+                "from local folders, and give a changed adapter another lora_int_id",
                 lora.lora_name,
                 number,
                 getattr(lora, "lora_path", ""),
@@ -265,7 +288,7 @@ class Adapters:
 
 
 def _adapter_folder(lora: Any) -> Path | None:
-    """Return the folder from which vLLM loads the adapter; None if the adapter is not in a local folder."""
+    """Return the directory that vLLM loads the adapter from, or None if it is not loaded from a directory."""
     given = str(getattr(lora, "lora_path", "") or "")
     elsewhere = ("tensorizer_config_dict", "lora_tensors")
     if not given or any(getattr(lora, name, None) is not None for name in elsewhere):
@@ -279,7 +302,7 @@ def _files_of_adapter(folder: Path) -> list[Path]:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return the signature of a folder, or None if a file cannot be examined or there are no weights."""
+    """Return the signature of a directory, or None if it has no weights or a file cannot be examined."""
     try:
         found = [(file.name, file.stat()) for file in _files_of_adapter(folder)]
     except OSError:
@@ -290,7 +313,7 @@ def _signature(folder: Path) -> Signature | None:
 
 
 def _digest(folder: Path, signature: Signature) -> str | None:
-    """Return a digest of the files; None if they cannot be read or no longer have ``signature``."""
+    """Return a digest of the files, or None if they cannot be read or no longer have ``signature``."""
     digest = sha256()
     try:
         for file in _files_of_adapter(folder):
@@ -306,9 +329,10 @@ def _digest(folder: Path, signature: Signature) -> str | None:
 
 
 def adapters_digest(folders: Sequence[Path]) -> str:
-    """Return a hex digest of the files of several adapters, whatever the order of ``folders``.
+    """Return a hex digest of several adapters' files, independent of the order of ``folders``.
 
-    ConfigError for a folder without readable adapter files.
+    Raises:
+        ConfigError: A directory has no readable adapter files.
     """
     found = []
     for folder in folders:
@@ -316,14 +340,14 @@ def adapters_digest(folders: Sequence[Path]) -> str:
         digest = None if signature is None else _digest(folder, signature)
         if digest is None:
             raise ConfigError(
-                f"adapters: {folder} is not a folder with readable adapter files; name folders of LoRA adapters"
+                f"adapters: {folder} is not a folder with readable adapter files; list only folders of LoRA adapters"
             )
         found.append(digest)
     return sha256("".join(sorted(found)).encode()).hexdigest() if found else ""
 
 
 def _named(found: object) -> str:
-    """Return a string for a value that JSON cannot encode. It is the same in the next process."""
+    """Return a string for a value that JSON cannot encode. It is the same in every process."""
     text = str(found)
     return type(found).__qualname__ if " at 0x" in text else text
 

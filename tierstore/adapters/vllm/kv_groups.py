@@ -1,157 +1,379 @@
 """vLLM's KV cache groups: layers that share a block table. Each group has its own blocks and page keys.
 
-All groups take blocks from one pool, and a block is the same bytes of the same tensors whichever group owns it. So a
-page is a block here, too, and groups differ only in their keys.
+All groups allocate blocks from one pool. A block consists of the same bytes of the same tensors whichever group
+owns it, so one page is always one block. Groups differ in their keys and in their kind. The kind determines which
+blocks of the group a request needs to continue, and when a block may be stored.
+
+Groups whose contents vLLM computes again for each request do not take part: their blocks are neither stored nor
+loaded. vLLM's list of block tables includes them, so tables and key chains are indexed by vLLM's group number.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.keys import KeyChain, namespace
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from tierstore.adapters.vllm.keys import Hashed
 
-NULL_BLOCK = 0
-"""First block of vLLM's pool. In a block table it replaces a block that the group has given back."""
+    Chains = Mapping[int, KeyChain]
+    """The keys of a request's blocks, by group number."""
 
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOW = "SlidingWindowSpec"
-_CHUNK = "ChunkedLocalAttentionSpec"
-_OTHERS = (
-    "SinkFullAttentionSpec",
-    "RSWASpec",
-    "HiddenStateCacheSpec",
-    "SlidingWindowMLASpec",
-    "CircularBufferSpec",
-)
-"""Kinds derived from a supported kind whose blocks are managed differently."""
+NULL_BLOCK = 0
+"""Number of vLLM's null block. In a block table, it stands in place of blocks that the group has freed."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Policy of a group. The base class itself stands for full attention: a token sees all earlier tokens.
+
+    Attributes:
+        partial: Whether the group frees blocks while a request runs, because later tokens do not need them.
+        handed_over: Whether blocks are stored only when vLLM offers them, because their contents do not
+            follow from their position in the block table.
+        sparse: Whether only blocks that a hit is likely to need are stored; see ``Groups.reachable``.
+    """
+
+    partial: ClassVar[bool] = False
+    handed_over: ClassVar[bool] = False
+    sparse: ClassVar[bool] = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """Return the number of the first block that a request needs to continue after ``tokens`` tokens.
+
+        vLLM may have freed the blocks before it.
+        """
+        return 0
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """Return what the contents of the group's blocks depend on, apart from layers and block size.
+
+        The values are part of the identity of pages.
+        """
+        return None, None
+
+
+@dataclass(frozen=True)
+class Window(Kind):
+    """A sliding window: a token sees ``tokens`` tokens, including itself."""
+
+    tokens: int
+    partial: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """See ``Kind``."""
+        return max(0, tokens - self.tokens + 1) // block_size
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """See ``Kind``."""
+        return self.tokens, None
+
+
+@dataclass(frozen=True)
+class Chunk(Kind):
+    """Local chunks of ``tokens`` tokens: a token sees itself and the earlier tokens of its chunk."""
+
+    tokens: int
+    partial: ClassVar[bool] = True
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """See ``Kind``."""
+        return tokens // self.tokens * self.tokens // block_size
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """See ``Kind``."""
+        return None, self.tokens
+
+
+@dataclass(frozen=True)
+class State(Kind):
+    """Recurrent states: a block contains the state after its last token, and only the last block is needed.
+
+    vLLM keeps the states at some block boundaries only, and overwrites the others in place. It offers each kept
+    block to the connector once.
+
+    Attributes:
+        contents: Shape and dtype of each part of a state. Different dtypes may have the same size.
+    """
+
+    contents: tuple[tuple[tuple[int, ...], str], ...] = ()
+    partial: ClassVar[bool] = True
+    handed_over: ClassVar[bool] = True
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """See ``Kind``."""
+        return max(0, tokens // block_size - 1)
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """See ``Kind``."""
+        return "state", self.contents
+
+
+@dataclass(frozen=True)
+class Prompt(Kind):
+    """Reference windows (R-SWA): a token sees the prompt, and the last ``tokens`` generated tokens.
+
+    The KV of a generated token therefore differs from the KV of the same token in a prompt. Only blocks of prompts
+    are stored and found, in all groups of the model.
+    """
+
+    tokens: int
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """See ``Kind``."""
+        return "prompt", self.tokens
+
+
+FULL = Kind()
 
 
 @dataclass(frozen=True)
 class Group:
-    """One KV group.
+    """One KV group whose blocks are stored and loaded.
 
     Attributes:
+        number: vLLM's index of the group.
+        block_size: Tokens per block.
         stride: Block hashes per block.
-        window: Tokens that a token sees, itself included, or None.
-        chunk: Size of the chunk whose tokens a token sees, or None. With neither, it sees all tokens.
+        kind: Policy of the group.
+        layers: Names of the layers.
+        draft: Whether a draft model uses the group. A draft model's KV for a token depends on the next token, so a
+            hit must end one block before the end of the pages that match.
     """
 
     number: int
     block_size: int
     stride: int = 1
-    window: int | None = None
-    chunk: int | None = None
+    kind: Kind = FULL
     layers: tuple[str, ...] = ()
+    draft: bool = False
 
     @property
     def partial(self) -> bool:
-        """Whether blocks are given back while a request runs."""
-        return self.window is not None or self.chunk is not None
+        """Return whether the group frees blocks while a request runs."""
+        return self.kind.partial
+
+    @property
+    def proof(self) -> int:
+        """Return how many tokens after the end of a hit must match too: one block for a draft model, else 0."""
+        return self.block_size if self.draft else 0
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first block needed to continue after ``tokens`` tokens.
-
-        vLLM may have given back the blocks before it.
-        """
-        seen_from = 0
-        if self.window is not None:
-            seen_from = max(0, tokens - self.window + 1)
-        elif self.chunk is not None:
-            seen_from = tokens // self.chunk * self.chunk
-        return seen_from // self.block_size
+        """Return the number of the first block that a request needs to continue after ``tokens`` tokens."""
+        return self.kind.first_needed(tokens, self.block_size)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of a model, by number."""
+    """The KV groups of a model.
+
+    Attributes:
+        all: The groups whose blocks are stored and loaded, in the order of their numbers.
+        skipped: Layers of the other groups.
+        replayed: Number of tokens at the end of a hit that vLLM computes again, to fill a skipped group.
+        interval: Distance in tokens between the positions at which windows are always stored. 0 means that there
+            are no such positions. None means that all windows are stored.
+    """
 
     all: tuple[Group, ...]
+    skipped: tuple[str, ...] = ()
+    replayed: int = 0
+    interval: int | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether there is one group with full attention, so that the first blocks of a failed load are usable."""
-        return len(self.all) == 1 and not self.all[0].partial
+        """Return whether the model has a single group, with full attention.
+
+        In that case, when a load fails, the blocks before the first missing page are still usable.
+        """
+        return len(self.all) == 1 and not self.all[0].partial and not self.skipped
 
     @property
     def unit(self) -> int:
-        """Hits are multiples of this number of tokens: whole blocks in every group."""
+        """Return the granularity of hits in tokens: whole blocks in every group."""
         return math.lcm(*(group.block_size for group in self.all))
 
     @property
     def spine(self) -> Group | None:
-        """The first group with full attention, whose pages are the parents of the pages of windows."""
+        """Return the first group with full attention, or None.
+
+        Its pages are the parents of the pages in the other kinds of groups.
+        """
         return next((group for group in self.all if not group.partial), None)
 
     @property
-    def name(self) -> str:
-        """Description of the groups for the identity of pages, because a block's content depends on them.
+    def prompts_only(self) -> bool:
+        """Return whether only blocks of prompts are stored and found."""
+        return any(isinstance(group.kind, Prompt) for group in self.all)
 
-        Empty for a single group of all layers.
+    def ends(self, tokens: Iterable[int]) -> frozenset[int]:
+        """Return the numbers of tokens at which a hit may end, given how many tokens the matching pages may cover."""
+        last = {token // self.unit * self.unit for token in tokens}
+        drafts = any(group.draft for group in self.all)
+        return frozenset(last | {max(0, token - self.unit) for token in last} if drafts else last)
+
+    def reachable(self, group: Group, block: int, ends: Iterable[int]) -> bool:
+        """Return whether a hit that ends at one of ``ends``, or at a multiple of ``interval``, needs a block.
+
+        ``block`` is the number of the block in the group. The result is always True if the model has recurrent
+        states, because hits then end where vLLM offers a state. It is also always True if no group has full
+        attention, because only pages of such a group show that several requests share a prefix.
         """
-        return (
-            ""
-            if len(self.all) == 1
-            else repr([(g.block_size, g.window, g.chunk, g.layers) for g in self.all])
-        )
+        if self.interval is None or not group.kind.sparse or self.spine is None or self.states:
+            return True
+        after = (block + 1) * group.block_size
+        if self.interval:
+            ends = (*ends, -(-after // self.interval) * self.interval)
+        return any(after <= end + group.proof and group.first_needed(end) <= block for end in ends)
+
+    @property
+    def states(self) -> tuple[Group, ...]:
+        """Return the groups whose blocks are stored only when vLLM offers them."""
+        return tuple(group for group in self.all if group.kind.handed_over)
+
+    @property
+    def name(self) -> str:
+        """Return a description of the groups, which becomes part of the identity of pages.
+
+        The result is empty for a single group with all layers.
+        """
+        if len(self.all) == 1 and not self.skipped:
+            return ""
+        named = repr([(g.block_size, *g.kind.terms, g.layers) for g in self.all])
+        return f"{named} without {self.skipped}" if self.skipped else named
 
     def namespaces(self, identity: str) -> tuple[bytes, ...]:
-        """Return the key namespace of each group. They differ, so no group finds another's pages."""
-        if len(self.all) == 1:
+        """Return the key namespace of each group. All differ, so a group never finds another group's pages."""
+        if not self.name:
             return (namespace(identity),)
         return tuple(namespace(f"{self.name} {group.number} {identity}") for group in self.all)
 
-    def chains(self, request: Hashed, namespaces: Iterable[bytes]) -> tuple[KeyChain, ...]:
-        """Return the keys of a request's blocks in each group."""
-        return tuple(
-            KeyChain(request, name, group.stride) for group, name in zip(self.all, namespaces, strict=True)
-        )
+    def chains(self, request: Hashed, namespaces: Iterable[bytes]) -> Chains:
+        """Return the keys of a request's blocks, by group number."""
+        pairs = zip(self.all, namespaces, strict=True)
+        return {group.number: KeyChain(request, name, group.stride) for group, name in pairs}
 
 
 def groups_of(kv_cache_config: Any) -> Groups:
-    """Return the groups of vLLM's ``KVCacheConfig``. ConfigError, naming the layers, if a kind is not supported."""
-    found = kv_cache_config.kv_cache_groups
-    sizes = [group.kv_cache_spec.block_size for group in found]
+    """Return the groups in vLLM's ``KVCacheConfig``.
+
+    Raises:
+        ConfigError: The kind of some layers is not supported. The message names the layers.
+    """
+    found = list(enumerate(kv_cache_config.kv_cache_groups))
+    for _, group in found:
+        _require_known(group)
+    taken = [(number, group) for number, group in found if compat.takes_part(group)]
+    if not taken:
+        raise ConfigError(
+            "TierStoreConnector cannot store any layer of this model, because vLLM computes the KV of all layers again "
+            "for each request; remove the connector"
+        )
+    sizes = [group.kv_cache_spec.block_size for _, group in taken]
     hash_size = compat.hash_block_size(kv_cache_config) or math.gcd(*sizes)
-    return Groups(tuple(_group(number, group, hash_size) for number, group in enumerate(found)))
+    skipped = [layer for _, group in found if not compat.takes_part(group) for layer in group.layer_names]
+    return Groups(
+        tuple(_group(number, group, hash_size) for number, group in taken),
+        tuple(skipped),
+        max(compat.replayed_tokens(group) for _, group in found),
+        compat.retention_interval(kv_cache_config),
+    )
 
 
 def _group(number: int, group: Any, hash_size: int) -> Group:
     spec = group.kv_cache_spec
     layers = tuple(group.layer_names)
     size: int = spec.block_size
-    windows = {_sight(each, layers) for each in compat.layer_specs(spec)}
-    if len(windows) != 1 or not compat.is_transferred(group):
+    kinds = list(dict.fromkeys(_kind(each, layers) for each in compat.layer_specs(spec)))
+    states = [kind for kind in kinds if isinstance(kind, State)]
+    if states and len(states) == len(kinds):  # one block table, although the layers' states differ
+        kinds = [State(tuple(part for kind in states for part in kind.contents))]
+    if len(kinds) != 1:
         raise _not_served(spec, layers)
-    ((window, chunk),) = windows
-    return Group(number, size, size // hash_size, window, chunk, layers)
+    draft = bool(getattr(group, "is_eagle_group", False))
+    return Group(number, size, size // hash_size, kinds[0], layers, draft)
 
 
-def _sight(spec: Any, layers: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Return window and chunk of a spec of a supported kind."""
-    known = (*_FULL, _WINDOW, _CHUNK, *_OTHERS)
-    kind = next((c.__name__ for c in type(spec).__mro__ if c.__name__ in known), "")
-    if kind in _FULL:
-        return None, None
-    if kind == _WINDOW:
-        return compat.sliding_window(spec), None
-    if kind == _CHUNK:
-        return None, spec.attention_chunk_size
-    raise _not_served(spec, layers)
+_REFUSED = {
+    "HiddenStateCacheSpec": "they keep hidden states for extract_hidden_states, which are not KV",
+    "CrossAttentionSpec": "they use cross attention, whose KV depends on the encoder's input, not on a prefix",
+    "EncoderOnlyAttentionSpec": "they belong to an encoder, whose attention keeps no KV",
+    "HiSparseHotSpec": "with HiSparse, vLLM itself moves their KV to host memory; leave out --hisparse-config",
+    "HiSparseResidentSpec": "with HiSparse, vLLM itself moves their KV to host memory; leave out --hisparse-config",
+}
+"""Specs of layers that are not supported, with the reason for the error message."""
+
+_STATE = "MambaSpec"
+
+_KINDS: dict[str, Callable[[Any], Kind]] = {
+    "FullAttentionSpec": lambda spec: FULL,
+    "MLAAttentionSpec": lambda spec: FULL,
+    "SinkFullAttentionSpec": lambda spec: FULL,  # the blocks of sinks are in no request's table
+    "RSWASpec": lambda spec: Prompt(spec.rswa_window),
+    "SlidingWindowSpec": lambda spec: Window(compat.sliding_window(spec)),
+    "SlidingWindowMLASpec": lambda spec: Window(compat.sliding_window(spec)),
+    "ChunkedLocalAttentionSpec": lambda spec: Chunk(spec.attention_chunk_size),
+}
+
+
+def _named(spec: Any) -> str:
+    """Return the name of a spec's most derived class among those that this module knows, or "" if there is none."""
+    known = (*_KINDS, *_REFUSED, _STATE)
+    return next((c.__name__ for c in type(spec).__mro__ if c.__name__ in known), "")
+
+
+def _require_known(group: Any) -> None:
+    """Raise ConfigError if a layer of the group is not supported, even if the group does not take part."""
+    for spec in compat.layer_specs(group.kv_cache_spec):
+        reason = _REFUSED.get(_named(spec))
+        if reason is None and getattr(group, "host_resident", False):
+            reason = _REFUSED["HiSparseHotSpec"]
+        if reason is not None:
+            layers = tuple(group.layer_names)
+            raise ConfigError(f"TierStoreConnector does not support layers {_some(layers)}: {reason}")
+
+
+def _kind(spec: Any, layers: tuple[str, ...]) -> Kind:
+    """Return the kind of a layer's spec. Raises ConfigError if it is not supported."""
+    name = _named(spec)
+    if name == _STATE:
+        return _state(spec, layers)
+    if name not in _KINDS:
+        raise _not_served(spec, layers)
+    return _KINDS[name](spec)
+
+
+def _state(spec: Any, layers: tuple[str, ...]) -> State:
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise ConfigError(
+            f"mamba_cache_mode must be 'align' for recurrent states to be stored, got {mode!r} for layers "
+            f"{_some(layers)}; enable prefix caching (--enable-prefix-caching), which sets it, or remove the connector"
+        )
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    return State(tuple(zip(map(tuple, spec.shapes), dtypes, strict=True)))
 
 
 def _not_served(spec: Any, layers: tuple[str, ...]) -> ConfigError:
-    named = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
     return ConfigError(
-        f"layers {named} keep their KV as {type(spec).__name__}; TierStoreConnector supports full attention, sliding "
-        "windows and local chunks, each in groups of their own. Try --disable-hybrid-kv-cache-manager, with which "
-        "vLLM may make one group of full attention of all layers"
+        f"TierStoreConnector does not support layers {_some(layers)} with a {type(spec).__name__}: it supports full "
+        "attention, sliding windows, local chunks and recurrent states, each in groups of their own. Try "
+        "--disable-hybrid-kv-cache-manager, with which vLLM may put all layers into one group of full attention"
     )
+
+
+def _some(layers: tuple[str, ...]) -> str:
+    return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")

@@ -1,25 +1,31 @@
-"""vLLM's KV tensors as pages: the bytes of a block in memory order, layer after layer.
+"""Maps vLLM's KV tensors to pages. A page contains all bytes that the layers keep for a block, each byte once.
 
-A page is opaque to the store, so a block consists of as few pieces as its layout allows (one if all its layers are
-adjacent), and any layout works. The layout is part of the page's identity.
+Layers may differ in size and dtype, and several layers may use the same bytes. The store does not interpret the
+contents of a page, so a page consists of as few pieces of memory as the layout allows: a single piece if the bytes
+of a block are adjacent. The layout is part of the page's identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import accumulate, groupby
 
 import torch
 
 from tierstore.errors import ConfigError
 from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import DTYPE_NBYTES, PageSpec
+from tierstore.types import exact_size
+
+_MOST_PADDING = 8
+"""A block is stored as one piece with its padding if at most 1/``_MOST_PADDING`` of the piece is padding."""
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The geometry of a rank's pages, and the tensors that hold them."""
+    """The geometry of a rank's pages, and the tensors that contain them."""
 
     spec: PageSpec
     pages: EnginePages
@@ -27,96 +33,244 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """One tensor as ``[blocks, pieces, elements]``. ``order``: its other dimensions by decreasing stride."""
+    """One of vLLM's tensors, viewed as ``[blocks, pieces, elements]``.
+
+    ``order`` lists the other dimensions of the original tensor as (index, size), by decreasing stride.
+    """
 
     view: torch.Tensor
     order: tuple[tuple[int, int], ...]
+
+    @property
+    def storage(self) -> int:
+        """Address of the tensor's storage."""
+        return self.view.untyped_storage().data_ptr()
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Size of a piece in bytes."""
+        return self.view.shape[2] * self.view.element_size()
+
+    @property
+    def apart(self) -> int:
+        """Distance between the starts of consecutive blocks, in bytes."""
+        return self.view.stride(0) * self.view.element_size()
+
+    @property
+    def starts(self) -> list[int]:
+        """Offset of each piece of block 0 from the start of the storage, in bytes."""
+        size, pieces = self.view.element_size(), self.view.shape[1]
+        return [(int(self.view.storage_offset()) + i * self.view.stride(1)) * size for i in range(pieces)]
+
+
+@dataclass(frozen=True, order=True)
+class _Run:
+    """Adjacent bytes of each block.
+
+    For block 0, these are bytes ``[start, end)`` of a storage. For each following block, they are ``apart`` bytes
+    further on. ``storage`` is the number of the storage, in the order of vLLM's tensors.
+    """
+
+    storage: int
+    start: int
+    end: int
+    apart: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.start
+
+    def end_of(self, num_blocks: int) -> int:
+        """Return the offset at which the last of ``num_blocks`` blocks ends."""
+        return self.end + (num_blocks - 1) * self.apart
 
 
 def kv_layout(
     tensors: Sequence[torch.Tensor], *, num_blocks: int, block_size: int, identity: str, shard: int
 ) -> KVLayout:
-    """Return the pages of all KV groups.
+    """Return the page layout for all KV groups.
 
-    Groups overlay the same bytes, so a block is the same page whichever group owns it. Tensors that view the
-    same bytes count once.
+    Groups share the same bytes, so a block is the same page whichever group owns it. A page contains every byte that
+    the block has in any tensor, exactly once. Padding between these bytes is stored too if this makes a page a single
+    piece of which at most an eighth is padding. Padding at the end of a block is left out. Restoring a page writes all
+    of its bytes, padding included, and no others.
 
     Args:
-        tensors: One per layer or one for all; layers may share one. One dimension of each counts blocks.
-        num_blocks: Length of that dimension, or a divisor of it.
+        tensors: One per layer, or one for all layers. Layers may share a tensor, or bytes. One dimension of
+            each tensor is the block dimension.
+        num_blocks: Number of blocks. The size of the block dimension is a multiple of it.
+        block_size: Tokens per block.
+        identity: Identity of the model.
+        shard: Rank of the worker.
 
     Raises:
-        ConfigError: Tensors have different shapes and do not overlay each other, or their blocks are not a grid of at
-            most two dimensions.
+        ConfigError: A byte belongs to two blocks, or a tensor has scattered blocks: their rows are not contiguous,
+            or not at equal distances.
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
-        raise ConfigError("vLLM has registered no KV tensors: no layer has a KV cache")
+        raise ConfigError("vLLM has registered no KV tensors: no layer has a KV cache; remove the connector")
     views = [_blocks(tensor, num_blocks) for tensor in unique]
-    layers = _overlaid([v.view for v in views])
-    _, pieces, elements = layers[0].shape
-    dtype = _named(layers[0].dtype)
+    dtypes = {v.view.dtype for v in views}
+    dtype = _named(dtypes.pop()) if len(dtypes) == 1 else "uint8"
     if dtype not in DTYPE_NBYTES:
         raise ConfigError(
             f"the dtype of KV tensors must be one of {', '.join(sorted(DTYPE_NBYTES))}, got {dtype}"
         )
-    orders = sha256(repr([v.order for v in views]).encode()).hexdigest()[:16]
+    runs = _runs(views, num_blocks)
+    layers = _alike(views, runs)
+    unnamed = bool(layers)
+    if not layers and (layers := _equal(views, runs, num_blocks)):
+        unnamed = _in_order(views, runs)
+    if layers:
+        _, pieces, elements = layers[0].shape
+        pages = EnginePages([layer.unsqueeze(1) for layer in layers], "BNHD")
+    else:
+        runs = _with_padding(runs)
+        tensors = [_view(run, views, num_blocks).view(getattr(torch, dtype)) for run in runs]
+        pieces, elements = 1, sum(tensor.shape[1] for tensor in tensors)
+        pages = EnginePages(tensors, "BX")
+    # Layouts that were supported before layers could differ keep their old identity, without offsets of layers.
+    orders = repr([v.order for v in views]) + ("" if unnamed else repr(_places(views, runs)))
     spec = PageSpec(
         kind="state",
-        num_layers=len(layers),
+        num_layers=len(layers) or 1,
         page_size=block_size,
         num_kv_heads=pieces,
         head_dim=elements,
         dtype=dtype,
         shard=shard,
-        model=f"vllm {orders} {identity}",
+        model=f"vllm {sha256(orders.encode()).hexdigest()[:16]} {identity}",
     )
-    return KVLayout(spec, EnginePages([layer.unsqueeze(1) for layer in layers], "BNHD"))
+    return KVLayout(spec, pages)
 
 
-def _overlaid(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each range of a block's bytes once.
+def _runs(views: Sequence[_Blocks], num_blocks: int) -> list[_Run]:
+    """Return the bytes of a block in all tensors as runs, sorted by storage and address.
 
-    Views with different shapes become equal views in one piece per block.
+    Overlapping and adjacent runs are merged. Raises ConfigError if a byte belongs to two blocks.
     """
-    unique = list({(v.data_ptr(), v.shape, v.stride(), v.dtype): v for v in views}.values())
-    if len({(v.shape, v.dtype) for v in unique}) == 1:
-        return unique
-    ranges = _ranges(unique)
-    if len({end - start for start, end in ranges}) != 1:
-        raise _unlike(unique)
-    dtypes = {v.dtype for v in unique}
-    dtype = unique[0].dtype if len(dtypes) == 1 else torch.uint8
-    whole = torch.empty(0, dtype=torch.uint8, device=unique[0].device).set_(unique[0].untyped_storage())
-    size, apart = unique[0].shape[0], unique[0].stride(0) * unique[0].element_size()
-    return [
-        whole.as_strided((size, 1, end - start), (apart, end - start, 1), start).view(dtype)
-        for start, end in ranges
-    ]
-
-
-def _ranges(views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the byte ranges of the first block in the shared storage. Adjacent ranges are joined."""
-    places = {(v.untyped_storage().data_ptr(), v.stride(0) * v.element_size(), v.shape[1]) for v in views}
-    if len(places) != 1 or views[0].shape[1] != 1:
-        raise _unlike(views)
-    ranges: list[tuple[int, int]] = []
-    for start, nbytes in sorted(
-        (int(v.storage_offset()) * v.element_size(), v.shape[2] * v.element_size()) for v in views
-    ):
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(start + nbytes, ranges[-1][1]))
+    storages: dict[int, int] = {}
+    extents = {
+        _Run(storages.setdefault(v.storage, len(storages)), start, start + v.piece_nbytes, v.apart)
+        for v in views
+        for start in v.starts
+    }
+    runs: list[_Run] = []
+    for extent in sorted(extents, key=lambda e: (e.storage, e.apart, e.start)):
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (last.storage, last.apart) == (extent.storage, extent.apart)
+            and (extent.start <= last.end)
+        ):
+            runs[-1] = replace(last, end=max(last.end, extent.end))
         else:
-            ranges.append((start, start + nbytes))
-    return ranges
+            runs.append(extent)
+    runs.sort()
+    _require_separate(runs, num_blocks)
+    return runs
 
 
-def _unlike(views: Sequence[torch.Tensor]) -> ConfigError:
-    shapes = sorted({tuple(v.shape) for v in views})
-    dtypes = sorted({_named(v.dtype) for v in views})
-    return ConfigError(
-        f"KV tensors must all be alike, or views of the same bytes, got blocks of {shapes}, {dtypes}"
+def _require_separate(runs: Sequence[_Run], num_blocks: int) -> None:
+    """Raise ConfigError if a byte belongs to two blocks.
+
+    Also raise it if two runs share a part of a storage and the distances between their blocks differ.
+    """
+    near: list[_Run] = []
+    for run in runs:
+        if num_blocks > 1 and run.nbytes > run.apart:
+            raise _overlapping(run, run)
+        near = [
+            other for other in near if other.storage == run.storage and run.start < other.end_of(num_blocks)
+        ]
+        for other in near:
+            later = (run.start - other.end) // run.apart + 1 if run.apart else 0
+            meet = later < num_blocks and later * run.apart < run.end - other.start
+            if other.apart != run.apart or meet:
+                raise _overlapping(other, run)
+        near.append(run)
+
+
+def _overlapping(one: _Run, other: _Run) -> ConfigError:
+    described = " and ".join(
+        f"bytes {r.start} to {r.end} (repeated every {exact_size(r.apart)})" for r in (one, other)
     )
+    return ConfigError(f"KV tensors overlap, so that a byte belongs to two blocks: blocks have {described}")
+
+
+def _alike(views: Sequence[_Blocks], runs: Sequence[_Run]) -> list[torch.Tensor]:
+    """Return the distinct tensors if they have the same shape and dtype and do not overlap.
+
+    Otherwise, return an empty list.
+    """
+    unique = list({(v.data_ptr(), v.shape, v.stride(), v.dtype): v for v in (b.view for b in views)}.values())
+    alike = len({(v.shape, v.dtype) for v in unique}) == 1
+    return unique if alike and sum(v[0].nbytes for v in unique) == sum(run.nbytes for run in runs) else []
+
+
+def _equal(views: Sequence[_Blocks], runs: Sequence[_Run], num_blocks: int) -> list[torch.Tensor]:
+    """Return each run as a tensor ``[blocks, 1, elements]``.
+
+    Return an empty list unless all runs have the same length and are in one storage, and each block of a tensor
+    is a single piece.
+    """
+    places = {(v.storage, v.apart, v.view.shape[1]) for v in views}
+    if len(places) > 1 or views[0].view.shape[1] > 1 or len({run.nbytes for run in runs}) > 1:
+        return []
+    dtypes = {v.view.dtype for v in views}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    return [_view(run, views, num_blocks).view(dtype).unsqueeze(1) for run in runs]
+
+
+def _in_order(views: Sequence[_Blocks], runs: Sequence[_Run]) -> bool:
+    """Return whether each tensor starts, within a page, at offset 0 or where the previous tensor ends."""
+    end = 0
+    for view, (_, [start]) in zip(views, _places(views, runs), strict=True):
+        if start not in (0, end):
+            return False
+        end = start + view.piece_nbytes
+    return True
+
+
+def _with_padding(runs: Sequence[_Run]) -> list[_Run]:
+    """Merge the runs of each storage into one run if there is only a little padding between them."""
+    found: list[_Run] = []
+    for _, group in groupby(runs, key=lambda run: run.storage):
+        here = list(group)
+        whole = replace(here[0], end=here[-1].end)
+        padding = whole.nbytes - sum(run.nbytes for run in here)
+        if whole.nbytes <= whole.apart and padding * _MOST_PADDING <= whole.nbytes:
+            found.append(whole)
+        else:
+            found += here
+    return found
+
+
+def _places(views: Sequence[_Blocks], runs: Sequence[_Run]) -> list[tuple[str, list[int]]]:
+    """Return the dtype of each tensor, and the offset of each of its pieces in the page."""
+    storages = {storage: i for i, storage in enumerate(dict.fromkeys(v.storage for v in views))}
+    offsets = dict(zip(runs, accumulate((run.nbytes for run in runs), initial=0), strict=False))
+    found = []
+    for v in views:
+        mine = [run for run in runs if (run.storage, run.apart) == (storages[v.storage], v.apart)]
+        at = [
+            offsets[run] + start - run.start
+            for start in v.starts
+            for run in mine
+            if run.start <= start < run.end
+        ]
+        found.append((_named(v.view.dtype), at))
+    return found
+
+
+def _view(run: _Run, views: Sequence[_Blocks], num_blocks: int) -> torch.Tensor:
+    """Return the run's bytes as uint8 ``[num_blocks, nbytes]``."""
+    storages = dict.fromkeys(v.storage for v in views)
+    first = next(v.view for v in views if v.storage == list(storages)[run.storage])
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    return whole.as_strided((num_blocks, run.nbytes), (run.apart, 1), run.start)
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -127,7 +281,7 @@ def _blocks(tensor: torch.Tensor, num_blocks: int) -> _Blocks:
     at = next((d for d, size in enumerate(tensor.shape) if size and size % num_blocks == 0), None)
     if at is None:
         raise ConfigError(
-            f"a KV tensor needs a dimension of {num_blocks} blocks or a multiple, got {tuple(tensor.shape)}"
+            f"a KV tensor needs a dimension of {num_blocks} blocks or a multiple of it, got shape {tuple(tensor.shape)}"
         )
     if tensor.shape[at] != num_blocks:
         sizes = (num_blocks, tensor.shape[at] // num_blocks)
@@ -140,7 +294,7 @@ def _blocks(tensor: torch.Tensor, num_blocks: int) -> _Blocks:
 
 
 def _collapsed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[blocks, pieces, elements]`` of a tensor whose strides decrease, without copying."""
+    """Return a view ``[blocks, pieces, elements]`` of a tensor with decreasing strides."""
     sizes, strides = [1], [1]
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size == 1:
@@ -152,8 +306,8 @@ def _collapsed(tensor: torch.Tensor) -> torch.Tensor:
             strides.append(stride)
     if len(sizes) > 2 or strides[0] != 1:
         raise ConfigError(
-            f"a KV tensor {tuple(tensor.shape)} of strides {tensor.stride()} has blocks in scattered pieces: "
-            "elements must be contiguous, in rows of one distance"
+            f"a KV tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} has scattered blocks: "
+            "each block must consist of contiguous rows at equal distances"
         )
     pieces, apart = (1, sizes[0]) if len(sizes) == 1 else (sizes[1], strides[1])
     return tensor.as_strided(

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the connector: plain data that is pickled between processes."""
+"""Messages between the two halves of the connector: plain data, pickled between processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The content of a rank's disk, packed. A million pages are about 80 MB and take one or two seconds to unpack."""
+    """The list of the pages on a rank's disk, packed into a few ``bytes`` objects.
+
+    A list of one million pages takes about 80 MB of memory. Unpacking it takes one to two seconds.
+    """
 
     record_nbytes: int
     budget_nbytes: int
@@ -33,7 +36,7 @@ class Catalogue:
 
     @classmethod
     def of(cls, record_nbytes: int, budget_nbytes: int, records: Iterable[Record]) -> Catalogue:
-        """Pack records. A page without a known parent has zeros instead."""
+        """Pack records. The parent of a page is packed as zeros if it is unknown."""
         found = list(records)
         return cls(
             record_nbytes,
@@ -44,7 +47,7 @@ class Catalogue:
         )
 
     def unpacked(self) -> Disk:
-        """Return the content in the form that a directory takes."""
+        """Unpack the records into the form that ``ranks.assemble_apart`` needs."""
         keys, parents = _cut(self.keys), _cut(self.parents)
         sizes = array("q")
         sizes.frombytes(self.sizes)
@@ -57,7 +60,7 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a worker, before the first step: the geometry of its pages and its tiers."""
+    """A worker's first message, sent when the first step asks for it: the geometry of its pages, and its tiers."""
 
     rank: int
     spec: PageSpec
@@ -65,30 +68,36 @@ class Hello:
     host_slots: int
     catalogue: Catalogue | None
     read_rate: float | None = None
-    """Bytes/s that the disk gave when it was measured; None if it was not."""
+    """Measured disk throughput in bytes/s. None if it was not measured."""
     health: RankHealth = field(default_factory=RankHealth)
-    """Memory, routes and disk that the worker got, compared with its configuration."""
+    """The memory, routes and disk that the worker obtained, compared with its configuration."""
+    stage: int = 0
+    """The worker's pipeline stage."""
+    caching: bool = True
+    """Whether vLLM's prefix caching is on in this worker, now that the model is loaded."""
 
     @property
     def opened(self) -> Opened:
-        """Return the opened tiers in the form that a directory takes."""
+        """Return the opened tiers in the form that ``ranks.assemble_apart`` needs."""
         disk = None if self.catalogue is None else self.catalogue.unpacked()
         return Opened(self.num_slots, self.host_slots, disk, self.health)
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What all workers must do in one step.
+    """The work for all workers in one step.
 
     Attributes:
-        fence: Blocks that this step overwrites. Copies out of them must end before it begins.
+        fence: Blocks that this step overwrites. Copies from these blocks must complete before the step.
         before: Commands that may start with the step.
-        after: Commands that copy blocks written by the forward pass. They start once it was launched.
-        failed: Requests whose load has failed, with their blocks that were not loaded.
-        number: The number of this step.
-        answer: Whether the scheduler waits for a report of this step.
+        after: Commands that copy blocks which the forward pass writes. They are queued once the pass has been
+            launched, and start when it has completed.
+        failed: Requests whose load failed, and for each the blocks that were not loaded.
+        answer: Whether the scheduler waits for a report on this step.
         idle: Whether this step computes nothing and only serves transfers in flight. The worker may then wait
-            a moment for one to end.
+            briefly for one to complete.
+        number: The number of this step.
+        hello: Whether each worker should send its first message.
     """
 
     fence: tuple[int, ...] = ()
@@ -98,6 +107,7 @@ class Orders:
     answer: bool = False
     idle: bool = False
     number: int = 0
+    hello: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,20 +115,24 @@ class Report:
     """Acks and health of workers, by rank.
 
     Attributes:
-        number: The step that has ended; 0 if unknown.
-        health: Health of the ranks for which it has changed since their last report.
+        acks: The acks of each rank.
+        number: The step that has finished, or 0 if unknown.
+        health: The health of each rank whose health has changed since its last report.
+        hellos: The first messages of workers. Empty except in the reports on the step that asked for them.
     """
 
     acks: dict[int, tuple[Ack, ...]]
     number: int = 0
     health: dict[int, RankHealth] = field(default_factory=dict)
+    hellos: tuple[Hello, ...] = ()
 
     def merged(self, other: Report) -> Report:
-        """Return both reports as one."""
+        """Combine two reports into one."""
         acks = dict(self.acks)
         for rank, more in other.acks.items():
             acks[rank] = acks.get(rank, ()) + more
-        return Report(acks, max(self.number, other.number), {**self.health, **other.health})
+        health = {**self.health, **other.health}
+        return Report(acks, max(self.number, other.number), health, self.hellos + other.hellos)
 
 
 def _cut(keys: bytes) -> list[PageKey]:

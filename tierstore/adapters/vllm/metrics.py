@@ -1,6 +1,6 @@
-"""Metrics of the scheduler's half, for vLLM's log and Prometheus.
+"""Metrics of the scheduler half, for vLLM's log and for Prometheus.
 
-Counters are increments since the last read; gauges are present values.
+Counters are reported as increments since the last read, gauges as current values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Rows = dict[str, float]
 
 
 class Metric(NamedTuple):
-    """A metric: its labels and its description. ``gauge``: a present value, not a sum."""
+    """Labels and description of one metric. ``gauge`` is True for a gauge, False for a counter."""
 
     labels: tuple[str, ...]
     says: str
@@ -24,44 +24,47 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "hits_pages": Metric(("tier",), "Pages found for loads, by the fastest tier that had them"),
-    "misses_pages": Metric(("reason",), "Pages of loads that did not come, by reason"),
-    "left_pages": Metric(("tier",), "Pages of hits that were computed, since that is quicker, by their tier"),
-    "transfer_bytes": Metric(("src", "dst"), "Payload bytes moved"),
-    "transfer_seconds": Metric(("src", "dst"), "Time in transfers"),
-    "failed_pages": Metric(("src", "dst", "reason"), "Pages not moved"),
-    "dropped_copies": Metric(("tier", "reason"), "Copies dropped"),
-    "pages": Metric(("tier", "state"), "Pages now", gauge=True),
+    "misses_pages": Metric(("reason",), "Pages to load that were not delivered, by reason"),
+    "left_pages": Metric(("tier",), "Pages that were found but computed, because that is faster, by tier"),
+    "transfer_bytes": Metric(("src", "dst"), "Bytes of pages moved between two tiers"),
+    "transfer_seconds": Metric(("src", "dst"), "Seconds spent in transfers between two tiers"),
+    "failed_pages": Metric(("src", "dst", "reason"), "Pages that could not be moved, by reason"),
+    "dropped_copies": Metric(("tier", "reason"), "Copies of pages removed from a tier, by reason"),
+    "pages": Metric(("tier", "state"), "Current number of pages, by tier and state", gauge=True),
     "unpinned_bytes": Metric(
-        ("rank",), "Host memory that was to be page-locked and is not, or not yet", gauge=True
+        ("rank",), "Bytes of host memory that should be page-locked but are not, or not yet", gauge=True
     ),
     "slow_copies": Metric(
-        ("rank",), "1 where copies to and from HBM take a slower route than the card allows", gauge=True
+        ("rank",), "1 if copies to and from HBM use a slower method than the GPU allows", gauge=True
     ),
-    "rank_disk_trouble": Metric(("rank",), "1 while the rank's disk is read-only or absent", gauge=True),
-    "rank_open_transfers": Metric(("rank",), "Transfers that the rank has not ended", gauge=True),
-    "rank_failed_pages": Metric(("rank",), "Pages that the rank did not move"),
-    "rank_stalled_steps": Metric(("rank",), "Steps that waited 10 s or longer for copies on the rank"),
+    "rank_disk_trouble": Metric(("rank",), "1 while the rank's NVMe tier is read-only or absent", gauge=True),
+    "rank_open_transfers": Metric(("rank",), "Transfers in flight on the rank", gauge=True),
+    "rank_failed_pages": Metric(("rank",), "Pages that the rank failed to move"),
+    "rank_stalled_steps": Metric(
+        ("rank",), "Steps of the engine that waited 10 s or longer for copies on the rank"
+    ),
     "rank_faults": Metric(("rank",), "Unexpected errors in the rank's threads"),
 }
-"""Metrics by their names in ``tierstore.metrics``. In Prometheus they are ``vllm:tierstore_<name>``."""
+"""Metrics by their names in ``tierstore.metrics``. In Prometheus, they are named ``vllm:tierstore_<name>``."""
 
 _EVERY_S = 1.0
 
 
 class MetricsReader:
-    """Reads metrics as increments and present values. Use it from the scheduler's thread only."""
+    """Reads counters as increments and gauges as current values. Used only by the scheduler's thread."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         self._snapshot = snapshot
         self._before: dict[str, Rows] = {}
         self._told: dict[str, Rows] = {}
-        """Gauges by rank, as last reported."""
+        """Last reported values of the gauges that have a label ``rank``."""
         self._next = 0.0
 
     def take(self) -> dict[str, Rows] | None:
-        """Return the increment of each counter and the value of each gauge, by label values joined with ``,``.
+        """Return the increment of each counter and the value of each gauge.
 
-        Returns None if nothing is new, or if the last call was less than a second ago.
+        Each metric maps label values, joined with ``,``, to numbers. The result is None if nothing is new, or
+        if the last call was less than a second ago.
         """
         now = monotonic()
         if now < self._next:
@@ -71,7 +74,7 @@ class MetricsReader:
         added = {name: self._added(name, dict(found.get(name, {}))) for name in METRICS}
         by_rank = {name: added[name] for name in METRICS if METRICS[name].gauge and name != "pages"}
         moved = any(rows for name, rows in added.items() if not METRICS[name].gauge)
-        # A changed gauge is reported even without a hit: a rank without pinned memory may never have one.
+        # A changed gauge is reported even if no page has moved. On a rank without pinned memory, none may ever move.
         news = {n: r for n, r in by_rank.items() if r != self._told.get(n, dict.fromkeys(r, 0.0))}
         if not (moved or news):
             return None
@@ -87,7 +90,7 @@ class MetricsReader:
 
 
 def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
-    """Combine two results of ``take``, the second being the later one."""
+    """Combine two results of ``take``: add counters, and take gauges from ``other``, the later result."""
     found = {name: dict(rows) for name, rows in one.items()}
     for name, rows in other.items():
         if METRICS[name].gauge:
@@ -100,7 +103,7 @@ def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | float]:
-    """Return the figures of a log line: pages by tier, megabytes and rates by edge, failures."""
+    """Return the values for a log line: pages by tier, MB and GB/s by edge, troubled ranks, and failed pages."""
     words: dict[str, int | float] = {}
     for tier, pages in figures.get("hits_pages", {}).items():
         words[f"Pages loaded from {tier}"] = int(pages)

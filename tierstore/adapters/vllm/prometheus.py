@@ -1,6 +1,6 @@
-"""``metrics`` as vLLM's classes: aggregated between log lines, and exported as ``vllm:tierstore_*``.
+"""The metrics in vLLM's classes: aggregated for the log, and exported as ``vllm:tierstore_*``.
 
-Imports vLLM; ``metrics`` does not.
+This module imports vLLM; ``metrics`` does not.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from tierstore.adapters.vllm.metrics import METRICS, in_words, summed
 
 @dataclass
 class TierStoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Figures between two log lines. ``data``: by name, then by label values joined with ``,``."""
+    """Metrics collected between two log lines.
+
+    ``data`` maps each metric's name to its values, by label values joined with ``,``.
+    """
 
     def reset(self) -> None:
-        """Start counting again."""
+        """Clear the metrics."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later figures."""
+        """Add metrics that were collected later to these, and return the sum."""
         self.data = summed(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures of a log line."""
+        """Return the values for a log line."""
         return in_words(self.data)
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return whether there are no metrics."""
         return not self.data
 
 
 class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
-    """A counter or gauge per figure, with vLLM's labels before its own."""
+    """Exports each metric as a counter or gauge. vLLM's labels come before the metric's own labels."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -53,7 +56,7 @@ class TierStorePrometheus(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Export a set of figures."""
+        """Increase the counters of one engine by the new increments, and set its gauges."""
         of_engine = self.per_engine_labelvalues[engine_idx]
         for name, rows in transfer_stats_data.items():
             for labels, value in rows.items():

@@ -1,8 +1,8 @@
-"""The half in a worker: it holds the tiers' bytes and carries out the orders of the scheduler's half.
+"""The worker half of the connector: owns the tiers' data and executes orders from the scheduler half.
 
-Calls come from the worker's thread, once per step: ``begin``, ``go``, ``end``, ``report``. This half decides
-nothing. ``CommandQueue`` passes commands to the mover, some only after an event of the engine, and keeps
-account of those that have not ended.
+The worker's thread calls ``begin``, ``go``, ``end`` and ``report`` once per step. This half makes no
+decisions. ``CommandQueue`` passes commands to the mover, some of them only after an engine event, and keeps
+track of the commands in progress.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import replace
-from threading import Condition, Thread
+from threading import Condition
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from tierstore.mover import LocalMover
 from tierstore.nvme import disk_probe
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
+from tierstore.threads import Worker
 from tierstore.types import Erase, PageKey, Tier, Transfer
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ _POLL_S = 0.001
 
 
 class CommandQueue:
-    """The commands of one mover and their acks. Thread-safe.
+    """The commands for one mover, and their acks. Thread-safe.
 
-    If the device reports the end of a copy only when polled, a thread polls while a copy is in flight,
-    because steps of the engine may take long. Otherwise there is no thread.
+    The queue has a thread that starts commands whose event has occurred, and polls for completed copies. The thread
+    does not depend on the engine's steps, which may take a long time. It is created when it is first needed.
     """
 
     def __init__(self, mover: Mover, wakeup: Wakeup) -> None:
@@ -57,13 +58,16 @@ class CommandQueue:
         self._queue: deque[tuple[Event, Transfer]] = deque()
         self._acks: list[Ack] = []
         self._turn = Condition()
-        self._thread: Thread | None = None
+        self._thread: Worker | None = None
         self._closing = False
         self.faults = 0
-        """Number of unexpected errors of the thread. Each was logged."""
+        """Number of unexpected errors in the thread. Each error was logged."""
 
     def submit(self, command: Transfer | Erase, after: Event | None = None) -> None:
-        """Start a command once ``after`` has happened. Waiting commands start in order. Never blocks."""
+        """Start a command now, or after the event ``after``. Never blocks.
+
+        Commands that wait for events start in the order in which they were submitted.
+        """
         with self._turn:
             if isinstance(command, Erase):
                 self._mover.submit(command)
@@ -77,7 +81,7 @@ class CommandQueue:
                 self._watch()
 
     def advance(self) -> None:
-        """Start the commands that may start now, and process the acks of those that have ended."""
+        """Start the commands that may start now, and process the acks of completed ones."""
         with self._turn:
             self._advance()
 
@@ -90,33 +94,43 @@ class CommandQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a command has not ended."""
+        """Return whether a command is in progress."""
         return bool(self._open)
 
     @property
     def at_engine(self) -> bool:
-        """Return whether a copy out of or into the engine's blocks has not ended."""
+        """Return whether a copy to or from the engine's blocks is in progress."""
         with self._turn:
             return any(Tier.HBM in (t.src, t.dst) for t in self._open.values())
 
     def reads(self, slots: Set[int]) -> bool:
-        """Return whether a copy out of one of these blocks has not ended."""
+        """Return whether a copy that reads one of these blocks is in progress."""
         with self._turn:
             return any(t.src == Tier.HBM and not slots.isdisjoint(t.src_slots) for t in self._open.values())
 
     def pause(self, at_most_s: float) -> float:
-        """Return the seconds until ``advance`` must be called for events that do not wake the thread."""
+        """Return how many seconds the caller may sleep before it calls ``advance``, at most ``at_most_s``.
+
+        The time is 1 ms if a command waits for an event or the device must be polled: neither wakes the caller.
+        """
         return _POLL_S if self._queue or self._mover.polled else at_most_s
 
     def check(self) -> None:
-        """Raise AssertionError unless every waiting command counts as not ended."""
+        """Raise AssertionError unless every waiting command counts as in progress."""
         with self._turn:
             strange = [t.id for _, t in self._queue if t.id not in self._open]
         if strange:
-            raise AssertionError(f"transfers {strange} wait to be started and are not open")
+            raise AssertionError(f"transfers {strange} are queued but not open")
 
     def close(self, timeout_s: float) -> bool:
-        """Start no more commands, and close the mover. Returns whether all threads ended in time."""
+        """Discard waiting commands, and close the mover.
+
+        Args:
+            timeout_s: Maximum time in seconds to wait for the queue's thread, and then again for the mover.
+
+        Returns:
+            Whether the mover's threads exited in time.
+        """
         with self._turn:
             self._closing = True
             self._queue.clear()
@@ -140,7 +154,7 @@ class CommandQueue:
 
     def _watch(self) -> None:
         if self._thread is None and not self._closing:
-            self._thread = Thread(target=self._run, name="tierstore-vllm-feed", daemon=True)
+            self._thread = Worker(self._run, name="tierstore-vllm-feed")
             self._thread.start()
         self._turn.notify_all()
 
@@ -149,9 +163,9 @@ class CommandQueue:
             while not self._closing:
                 try:
                     self._advance()
-                except Exception:  # noqa: BLE001 - a thread's top: log it, go on
+                except Exception:  # noqa: BLE001 - top level of a thread: log and continue
                     self.faults += 1
-                    _queue_log.exception("commands could not be handed on")
+                    _queue_log.exception("commands could not be passed to the mover")
                 self._turn.wait(_POLL_S if self._queue or self._mover.polled else None)
 
 
@@ -159,10 +173,10 @@ _log = logging.getLogger("tierstore.adapters.vllm.working")
 
 _LOOK_S = 0.05
 _IDLE_S = 0.002
-"""Longest wait for the end of a copy or a read in a step that computes nothing.
+"""Maximum time in seconds to wait for a copy or a read in a step that computes nothing.
 
-Without the wait, its loop would take the processor, and within one process Python's lock, from the threads that copy
-and read.
+Without the wait, the engine's loop would take the CPU, and within one process the GIL, from the threads that
+copy and read.
 """
 _FENCE_WARN_S = 10.0
 _CLOSE_S = 30.0
@@ -170,17 +184,17 @@ _REST_S = 30.0
 
 
 class WorkerHalf:
-    """The opened tiers of one rank, and its tensors of the engine."""
+    """The opened tiers of one rank, and the engine's tensors on that rank."""
 
     def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
-        """Take over opened parts, whose threads call ``wakeup``. Use ``open``."""
-        # No TierStore, whose directory would take decisions that belong to the scheduler's half. This half
-        # assembles the tiers itself and drives the mover. From the directory it takes only the records that
-        # the disk held at open.
+        """Take ownership of opened parts, whose threads bump ``wakeup``. Use ``open`` to create an instance."""
+        # A worker has no TierStore, because a store's directory makes decisions that belong to the scheduler
+        # half. Instead, this half assembles the tiers and drives the mover itself. It only uses the directory to
+        # get the records that were on disk when it was opened.
         assert parts.arena is not None
         self._wakeup = wakeup
         pool = parts.device.register(parts.layout, (kv_layout.pages,))
-        # A request waits for all of its pages, so no load is split by layers.
+        # A request waits for all of its pages, so loads are not split into layer groups.
         copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
         assert isinstance(parts.mover, LocalMover)
         parts.mover.attach(copies)
@@ -189,7 +203,7 @@ class WorkerHalf:
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
         self._commands = CommandQueue(parts.mover, wakeup)
-        self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route stay as they are
+        self._opened = health(parts.device, parts.arena, parts.nvme)  # device and route do not change
         self._stalled_steps = 0
         self._reported = self.health()
         self._later: list[Transfer | Erase] = []
@@ -212,7 +226,11 @@ class WorkerHalf:
 
     @classmethod
     def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
-        """Open the tiers. ConfigError as for ``TierStore.open``, with nothing changed."""
+        """Open the tiers of this rank.
+
+        Raises:
+            ConfigError: See ``TierStore.open``. No tier stays open.
+        """
         wakeup = Wakeup()
         half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
         if config.nvme is not None and not config.nvme.read_only:  # the measurement writes to the disk
@@ -224,9 +242,9 @@ class WorkerHalf:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """End copies out of the blocks that the step overwrites, before it may write KV.
+        """Accept the orders for a step, and wait for copies that read blocks which the step overwrites.
 
-        Waits for these copies, which are in flight and short.
+        Call this before the step writes KV. The wait is short, but it has no timeout.
         """
         self._now = [*self._later, *orders.before]
         self._launched = self._last_use(None) if self._now else None
@@ -245,16 +263,17 @@ class WorkerHalf:
         self._submit(commands)
 
     def end(self) -> None:
-        """Queue copies of the blocks that the launched forward pass writes. They start when it has ended."""
+        """Queue copies of the blocks that the launched forward pass writes. They start when the pass has completed."""
         self.go()
         self._launched = self._last_use(None) if self._later else None
         commands, self._later = self._later, []
         self._submit(commands)
 
     def report(self) -> Report | None:
-        """Return the acks since the last report, and the rank's health if it has changed. None if neither.
+        """Return the acks received since the last report, and the rank's health if it has changed.
 
-        In a step that computes nothing, first waits a moment for a command to end.
+        The result is None if there is neither. In a step that computes nothing, first wait up to ``idle_s`` seconds
+        for a command to complete.
         """
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
@@ -265,13 +284,13 @@ class WorkerHalf:
             self._wakeup.wait(seen, deadline, self._commands.pause(self.idle_s))
 
     def empty_report(self) -> Report:
-        """Return a report without acks."""
+        """Return this rank's report, without acks."""
         return Report({self._rank: ()})
 
     def rest(self) -> bool:
-        """Wait up to 30 s until all copies out of and into the engine's tensors have ended. Returns whether they have.
+        """Wait up to 30 s for all copies to and from the engine's tensors. Return whether they are complete.
 
-        If they have, the memory of the tensors may be freed.
+        If they are, the memory of the tensors may be freed.
         """
         self.end()
         deadline = monotonic() + self.rest_s
@@ -287,11 +306,11 @@ class WorkerHalf:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AssertionError unless every ordered command is in flight or was reported."""
+        """Raise AssertionError unless every command from the scheduler is in progress or has been reported."""
         self._commands.check()
 
     def health(self) -> RankHealth:
-        """Return the memory, routes and disk that this rank has now, compared with its configuration."""
+        """Return this rank's memory, routes and disk as they are now, compared with its configuration."""
         return replace(
             self._opened,
             pin_nbytes=self._arena.pin_nbytes,
@@ -304,7 +323,7 @@ class WorkerHalf:
         )
 
     def stats(self) -> dict[str, object]:
-        """Return the figures of host memory, disk and copies, as in ``TierStore.stats``."""
+        """Return statistics on host memory, disk and copies, as in ``TierStore.stats``."""
         return {
             "hbm": self._stats(),
             "host": self._arena.stats(),
@@ -312,9 +331,12 @@ class WorkerHalf:
         }
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """End copies and close the tiers. Completes disk writes in flight; host memory's pages are lost."""
+        """Finish copies and close the tiers.
+
+        Disk writes in flight are completed. Pages in host memory are lost.
+        """
         if not self._commands.close(timeout_s):
-            _log.warning("a copy or I/O thread did not end within %s s and was left behind", timeout_s)
+            _log.warning("a copy or I/O thread did not finish within %s s and was abandoned", timeout_s)
         else:
             self._arena.close()
 
@@ -328,7 +350,10 @@ class WorkerHalf:
         return Report({self._rank: acks}, health={self._rank: found})
 
     def _submit(self, commands: Commands) -> None:
-        """Submit commands in order. Those that use the engine's blocks wait for kernels launched before."""
+        """Submit commands in order.
+
+        Commands that access the engine's blocks wait for kernels launched earlier.
+        """
         for command in commands:
             own = self._own(command)
             of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
@@ -345,10 +370,13 @@ class WorkerHalf:
             if monotonic() - warned > _FENCE_WARN_S:
                 self._stalled_steps += warned == start
                 warned = monotonic()
-                _log.warning("copies out of reused blocks have not ended in %.0f s", warned - start)
+                _log.warning(
+                    "the engine has waited %.0f s for copies out of blocks that its step overwrites",
+                    warned - start,
+                )
 
     def _own(self, command: Transfer | Erase) -> Transfer | Erase:
-        """Return the same command for this rank's shard of the pages."""
+        """Return the same command with the keys of this rank's shard of the pages."""
         if self._shard == b"\0\0":
             return command
         keys = tuple(PageKey(key[:-2] + self._shard) for key in command.keys)
@@ -359,7 +387,7 @@ class WorkerHalf:
 
 
 def _read_rate(directory: Path, page_nbytes: int) -> float | None:
-    """Measure the disk in some tenths of a second and return its read rate in bytes/s; None if it refuses."""
+    """Measure the disk's read throughput in bytes/s, in a few tenths of a second. Return None if that fails."""
     try:
         rates = disk_probe.ask(directory, page_nbytes)
     except OSError:
@@ -368,7 +396,7 @@ def _read_rate(directory: Path, page_nbytes: int) -> float | None:
 
 
 def _records(residency: Residency, tier: Tier) -> Iterator[Record]:
-    """Yield the records of the tier, under the keys that all ranks share."""
+    """Yield the tier's records, with the keys that all ranks share."""
     for key, copy in residency.tables[tier].copies.items():
         parent = residency.lineage.parent(key)
         yield _shared(key), None if parent is None else _shared(parent), copy.nbytes

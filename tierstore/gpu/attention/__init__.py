@@ -1,3 +1,3 @@
-"""Attention over pages in place: planned once for each step, run for every layer. See docs/attention.md."""
+"""Attention over pages in place: planned once per step, run once per layer. See docs/attention.md."""
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The backends that compute attention over pages, and the choice among them.
 
-``attend`` and ``ReferenceBackend`` are plain torch. They serve the CPU, and all other backends are compared
-with them. ``InPlace`` and ``Gathered`` have modules of their own. ``for_one`` and ``for_many`` choose a
-backend.
+``attend`` and ``ReferenceBackend`` are plain torch. They run on the CPU, and other backends are tested against
+them. ``InPlace`` and ``Gathered`` are in separate modules. ``for_one`` and ``for_many`` choose a backend.
 """
 
 from __future__ import annotations
@@ -19,20 +18,18 @@ from tierstore.gpu.attention.page_table import Paging
 def attend(
     q: torch.Tensor, pages: torch.Tensor, table: Paging, wide: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention in plain torch, with sums and results of dtype ``wide``.
-
-    One sequence at a time is gathered.
+    """Compute attention in plain torch, gathering one sequence at a time.
 
     Args:
-        q: Queries ``[queries, num_qo_heads, head_dim]``.
+        q: Queries, ``[queries, num_qo_heads, head_dim]``.
         pages: ``[num_slots, planes, page_size, num_kv_heads, head_dim]``, any strides. Tokens that no query
-            sees may hold anything, even NaN.
+            sees may contain any value, even NaN.
         table: The page table of the step.
         wide: The dtype of sums and results.
 
     Returns:
-        ``[queries, num_qo_heads, head_dim_vo]``, and the natural logarithm of the sum of exp(scores),
-        ``[queries, num_qo_heads]``. They are 0 and -inf for a query that sees no token.
+        The results ``[queries, num_qo_heads, head_dim_vo]``, and the natural logarithms of the sums of
+        exp(scores), ``[queries, num_qo_heads]``. A query that sees no token gets 0 and -inf.
     """
     shape = table.shape
     out = torch.zeros(table.num_queries, shape.num_qo_heads, shape.head_dim_vo, dtype=wide, device=q.device)
@@ -45,9 +42,10 @@ def attend(
 
 
 def gather(pages: torch.Tensor, table: Paging, row: int, first: int, end: int) -> torch.Tensor:
-    """Return a copy of tokens ``[first, end)`` of a sequence, reading only their pages.
+    """Copy tokens ``[first, end)`` of the sequence with index ``row``, reading only their pages.
 
-    The copy is ``[planes, end - first, num_kv_heads, head_dim]``.
+    Returns:
+        ``[planes, end - first, num_kv_heads, head_dim]``.
     """
     size = table.shape.page_size
     start = int(table.indptr[row])
@@ -79,15 +77,15 @@ def _attend_one(
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over the union of disjoint sets of keys, from the attention over each set.
+    """Combine attention over disjoint sets of keys into attention over their union.
 
     Args:
-        outs: Results ``[sets, ..., head_dim_vo]``.
-        lses: Natural logarithms of their sums of exp(scores), ``[sets, ...]``. -inf for a set in which the
+        outs: The result over each set, ``[sets, ..., head_dim_vo]``.
+        lses: The natural logarithms of the sums of exp(scores), ``[sets, ...]``. -inf for a set in which the
             query sees no key.
 
     Returns:
-        Both for the union: without the first dimension, in the same dtypes.
+        Both values for the union, without the first dimension and with the same dtypes.
     """
     top = lses.amax(0)
     floor = top.masked_fill(top == -torch.inf, 0.0)
@@ -99,17 +97,19 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 Backend = Literal["auto", "reference", "triton", "gathered"]
-"""``reference`` is plain torch. ``triton`` has kernels that read pages in place.
+"""``reference`` is plain torch. ``triton`` uses kernels that read pages in place.
 
-``gathered`` gathers some pages at a time for torch's SDPA kernels. ``auto`` chooses the fastest of the
-backends for the device and shape.
+``gathered`` gathers a limited number of pages at a time for torch's SDPA kernels. ``auto`` chooses the
+fastest backend for the device and the shape.
 """
 
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
-"""Queries per sequence, and product of queries, tokens, heads and head_dim, from which gathering is faster.
+"""Thresholds from which gathering is faster, measured on an H200 (docs/benchmarks/attention.md).
 
-With less, its launches cost more time than it saves. Measured on an H200: docs/benchmarks/attention.md.
+Gathering is faster if at least one sequence reaches both. ``GATHERED_QUERIES`` is a number of queries.
+``GATHERED_WORK`` is a product of queries, tokens, query heads and head_dim. Below the thresholds, the additional
+launches cost more time than gathering saves.
 """
 
 
@@ -117,48 +117,48 @@ class AttentionBackend(Protocol):
     """Computes the attention of a step."""
 
     def plan(self, table: Paging) -> None:
-        """Prepare a step, for any number of layers."""
+        """Prepare a step. The plan is valid for any number of layers."""
         ...
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill ``out`` and ``lse`` (float32), on the current stream."""
+        """Compute attention into ``out`` and ``lse`` (float32) on the current stream."""
         ...
 
 
 class ReferenceBackend:
-    """The backend in plain torch, for any device. Sums are float32."""
+    """The plain torch backend, for any device. Sums are in float32."""
 
     def plan(self, table: Paging) -> None:
-        """Keep the page table."""
+        """Store the page table."""
         self._page_table = table
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill ``out`` and ``lse``."""
+        """Compute attention into ``out`` and ``lse``."""
         found = attend(q, pages, self._page_table)
         out.copy_(found[0])
         lse.copy_(found[1])
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """Return ``device`` as a torch device. ValueError for a card that torch does not find."""
+    """Return ``device`` as a torch device. Raises ValueError if torch does not find the GPU."""
     found = torch.device(device)
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= count:
             allowed = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-            raise ValueError(f'device is "{found}", which torch does not find here; available: {allowed}')
+            raise ValueError(f'device must be one of {allowed} on this machine, got "{found}"')
     return found
 
 
 def require_backend(device: torch.device, name: Backend) -> None:
-    """Raise ValueError for an unknown backend, or one that needs a card."""
+    """Raise ValueError if the backend is unknown or does not support this type of device."""
     allowed = get_args(Backend) if device.type == "cuda" else ("auto", "reference")
     if name not in allowed:
         raise ValueError(f'backend must be one of {", ".join(allowed)} on {device.type}, got "{name}"')
 
 
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> AttentionBackend:
-    """Return a backend by name. ValueError for an unknown backend, or one that needs a card."""
+    """Create the backend with this name. Raises ValueError as ``require_backend`` does."""
     require_backend(device, name)
     if name == "reference":
         return ReferenceBackend()
@@ -168,9 +168,10 @@ def make(name: Backend, device: torch.device, max_pages: int | None = None) -> A
 
 
 def for_one(device: torch.device, asked: Backend) -> Backend:
-    """Return the backend for one query per sequence.
+    """Choose the backend for one query per sequence.
 
-    ValueError for "gathered", because it would copy pages that are read only once.
+    Raises:
+        ValueError: ``asked`` is "gathered", which would copy pages that are read only once.
     """
     if asked == "gathered":
         raise ValueError('backend "gathered" cannot decode: use "auto", "reference" or "triton"')
@@ -180,15 +181,18 @@ def for_one(device: torch.device, asked: Backend) -> Backend:
 
 
 def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
-    """Return the backend for many queries per sequence.
+    """Choose the backend for many queries per sequence.
 
-    ValueError for "gathered" if torch's kernels do not support the shape.
+    Raises:
+        ValueError: ``asked`` is "gathered", but torch's kernels do not support the shape.
     """
     fits = gathered.fits(table.shape)
     if asked == "gathered" and not fits:
         raise ValueError(
-            'backend "gathered" takes no window, no MLA, no float32, and a head_dim of up to 128 that is a multiple '
-            f"of 8, got {table.shape}: use another backend"
+            'backend "gathered" needs window_left -1, a head_dim that is a multiple of 8 up to 128, the same '
+            f"head_dim_vo, and a 16-bit dtype; got window_left {table.shape.window_left}, head_dim "
+            f"{table.shape.head_dim}, head_dim_vo {table.shape.head_dim_vo} and {table.shape.dtype}: "
+            "use another backend"
         )
     if asked != "auto":
         return asked

@@ -1,7 +1,7 @@
-"""Attention of many queries: gathers pages, some tokens at a time, for torch's own attention kernels.
+"""Attention with many queries: gathers a limited number of tokens at a time for torch's attention kernels.
 
-Partial results are merged by their logarithms. So a whole layer is never gathered, and the extra memory is
-bounded.
+Partial results are merged by means of the log-sum-exps that torch's kernels return. The additional memory is
+bounded, because a whole layer is never gathered.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 Sdpa = Literal["flash", "cudnn"]
 
 TOKENS_AT_ONCE = 32768
-"""Tokens gathered together: 128 MiB for a layer of an 8B model. The kernels are not faster with more."""
+"""Maximum number of tokens to gather at a time: 128 MiB for one layer of an 8B model. More is not faster."""
 
 _BLOCK = 8192
 
 
 class _Piece(NamedTuple):
-    """Tokens ``[first, end)`` of a sequence. If ``causal``, each query sees them only up to its own token."""
+    """Tokens ``[first, end)`` of the sequence with index ``row``.
+
+    If ``causal``, each query sees them only up to its own token.
+    """
 
     row: int
     first: int
@@ -35,7 +38,7 @@ class _Piece(NamedTuple):
 
 
 class Gathered:
-    """The backend "gathered": computes one sequence after another on the current stream.
+    """The backend "gathered". Computes one sequence after another on the current stream.
 
     It supports the shapes that ``fits`` accepts.
     """
@@ -51,10 +54,11 @@ class Gathered:
         """Choose the kernels.
 
         Args:
-            device: The card.
-            sdpa: The attention kernel of torch to use.
-            tokens: Most tokens to gather at a time.
-            kernels: As in ``InPlace``.
+            device: The GPU.
+            sdpa: The torch attention kernel to use.
+            tokens: Maximum number of tokens to gather at a time. It is rounded down to whole pages, but to no
+                less than one page.
+            kernels: The module with the gather and join kernels. None for the package's own.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -64,7 +68,7 @@ class Gathered:
         self._device, self._sdpa, self._tokens = device, sdpa, tokens
 
     def plan(self, table: Paging) -> None:
-        """Copy the slots to the device, and allocate memory for one piece."""
+        """Copy the page table's slots to the device, and allocate memory for the largest piece and its results."""
         self._page_table = table
         self._pieces = list(_pieces(table, self._tokens))
         self._table = torch.from_numpy(table.indices.astype(np.int32)).to(self._device)
@@ -80,13 +84,13 @@ class Gathered:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of device memory that ``plan`` allocated."""
+        """Return the size in bytes of the device memory that ``plan`` allocated, not counting the slot numbers."""
         return self._room.nbytes + self._sums.nbytes
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill ``out`` and ``lse``. ValueError unless pages have two planes."""
+        """Compute attention into ``out`` and ``lse``. Raises ValueError unless pages have two planes."""
         if pages.shape[1] != 2:
-            raise ValueError(f'backend "gathered" needs pages of 2 planes, got {pages.shape[1]}')
+            raise ValueError(f'backend "gathered" needs pages with 2 planes, got {pages.shape[1]}')
         table, before = self._page_table, -1
         seen = {piece.row for piece in self._pieces}
         for row in range(table.batch):
@@ -105,7 +109,10 @@ class Gathered:
         return slice(int(self._page_table.qo_indptr[row]), int(self._page_table.qo_indptr[row + 1]))
 
     def _gather(self, pages: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """Return the tokens of a piece, ``[2, tokens, num_kv_heads, head_dim]``."""
+        """Gather the tokens of a piece. Return a view ``[2, tokens, num_kv_heads, head_dim]``.
+
+        The next call overwrites the contents of the view.
+        """
         shape = self._page_table.shape
         size = shape.page_size
         first, end = piece.first // size, -(-piece.end // size)
@@ -123,7 +130,7 @@ class Gathered:
     def _attend(
         self, q: torch.Tensor, planes: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return results ``[heads, queries, dim]`` and logarithms ``[heads, queries]``, any strides."""
+        """Return the results and logarithms of ``sdpa``. These tensors may have any strides."""
         keys, values = planes.transpose(1, 2).unsqueeze(1)
         return sdpa(
             self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._page_table.shape.sm_scale
@@ -149,10 +156,20 @@ class Gathered:
 def sdpa(
     which: Sdpa, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention by one of torch's kernels: ``[heads, queries, dim]``, and logarithms ``[heads, queries]``.
+    """Compute attention with one of torch's kernels.
 
-    ``q``, ``keys`` and ``values`` are ``[1, heads, tokens, dim]``. If ``causal``, the queries are those of
-    the last keys; for "cudnn" there must then be as many queries as keys.
+    Args:
+        which: The kernel.
+        q: Queries, ``[1, heads, tokens, dim]``.
+        keys: ``[1, heads, tokens, dim]``.
+        values: ``[1, heads, tokens, dim]``.
+        causal: Whether each query sees only the keys up to its own. The queries then belong to the last keys.
+            For "cudnn", there must be one query per key.
+        scale: Factor applied to the scores.
+
+    Returns:
+        The results ``[heads, queries, dim]``, and the natural logarithms of the sums of exp(scores),
+        ``[heads, queries]``.
     """
     ops: Any = torch.ops.aten
     if which == "flash":
@@ -172,7 +189,10 @@ def fits(shape: Shape) -> bool:
 
 
 def _pieces(table: Paging, tokens: int) -> Iterator[_Piece]:
-    """Yield the pieces of all sequences. The last piece of a causal sequence has its queries' own tokens."""
+    """Yield the pieces of all sequences, sequence by sequence.
+
+    The last piece of a causal sequence contains exactly the tokens that its queries belong to.
+    """
     size = table.shape.page_size
     step = max(1, tokens // size) * size
     for row in range(table.batch):

@@ -1,7 +1,9 @@
-"""Attention by kernels that read pages in place, split over keys so that a few long sequences fill a card.
+"""Attention with kernels that read pages in place.
 
-``divide`` divides the attention of a step among programs. It only computes numbers, so it can be tested
-without a card. ``InPlace`` plans once for each step and launches the kernels for every layer.
+The work is split over keys, so that a few long sequences can fill a GPU. If the keys of a sequence are split,
+each of its queries has one partial result (a part) per split, and a second kernel merges them. ``divide`` splits
+the attention of a step into work items. It does so on the CPU and can be tested without a GPU. ``InPlace`` plans
+once per step and launches the kernels for every layer.
 """
 
 from __future__ import annotations
@@ -21,22 +23,27 @@ if TYPE_CHECKING:
     from tierstore.gpu.attention.page_table import Shape
 
 FIELDS = 9
-"""Number of int32 fields of an item.
+"""Number of int32 fields per work item.
 
-The fields are the first place in ``indices`` and the length of its sequence; its first token and its end; the
-first query and the number of queries of its sequence; its own first row; its first part, and the number of
-parts of each of its queries.
+In order: the index of the sequence's first page in ``indices``, the sequence's number of tokens, the item's
+first token, one past the item's last token, the sequence's first query, the sequence's number of queries, the
+item's first row, the index of the item's part for the sequence's first query, and the number of parts per query.
 """
 
 _START_TILES = 2
-"""Cost of a program before its first tile and after its last one, in units of a tile's cost."""
+"""Cost of starting and finishing a program, in units of the cost of one tile."""
 _PARTS_NBYTES = 64 << 20
 _CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of a division: the programs that run at once, and the most items (None for no limit)."""
+    """Limits for ``divide``.
+
+    Attributes:
+        programs: Number of programs that the GPU runs at once.
+        items: Maximum number of items. None for no limit.
+    """
 
     programs: int
     items: int | None = None
@@ -44,13 +51,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a step, divided among programs.
+    """The work of a step, divided into items.
 
     Attributes:
-        items: int32 ``[items, FIELDS]``, one for each program.
-        queries: int32 ``[queries, 2]``: for each query its first part and the number of its parts. A query
-            with one part has no place among the parts, because its program writes the result.
-        num_parts: Number of parts.
+        items: int32 ``[items, FIELDS]``. The kernel runs one program per item and head of K and V.
+        queries: int32 ``[queries, 2]``: the first part and the number of parts of each query.
+        num_parts: Total number of parts that need memory. A query with exactly one part needs none, because its
+            program stores the result directly.
         merges: Whether any query has a number of parts other than one.
     """
 
@@ -61,10 +68,10 @@ class Work:
 
 
 def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
-    """Return the items of every sequence that has queries and visible tokens, and the parts to merge.
+    """Return the work items for every sequence that has queries and visible tokens, and the parts to merge.
 
-    ``block_m`` is the number of rows of an item (queries times heads of a group), ``block_n`` of tokens of a
-    tile.
+    An item has at most ``block_m`` rows, where a row is one query with one of the heads in a group. A tile has
+    ``block_n`` tokens.
     """
     blocks = -(-table.widths * table.shape.group // block_m)
     start = table.first_seen // block_n * block_n
@@ -84,17 +91,17 @@ def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
 
 
 def most_items(batch: int, blocks: int, kv_heads: int, programs: int) -> int:
-    """Return the most items that a division of ``batch`` sequences of ``blocks`` blocks of rows may have."""
+    """Return the maximum number of items for ``batch`` sequences with ``blocks`` blocks of rows each."""
     return blocks * (batch + 2 * -(-programs // kv_heads))
 
 
 def _tiles_each(table: Paging, blocks: NDArray[np.int64], tiles: NDArray[np.int64], room: Room) -> int:
-    """Return the number of tiles per split for which the waves of programs take the least total time."""
+    """Return the number of tiles per split for which the GPU is expected to finish the step soonest."""
     most = int(tiles.max(initial=1))
     steps = (
         np.unique(np.geomspace(1, most, _CANDIDATES).astype(np.int64)) if most > 1 else np.ones(1, np.int64)
     )
-    exact = -(-most // np.arange(1, min(most, 256) + 1))  # equal splits of the longest
+    exact = -(-most // np.arange(1, min(most, 256) + 1))  # also try equal splits of the longest sequence
     steps = np.unique(np.concatenate([steps, exact]))
     splits = -(-tiles[None] // steps[:, None])
     items = (splits * blocks[None]).sum(1)
@@ -117,7 +124,7 @@ def _items(
     start: NDArray[np.int64],
     step: int,
 ) -> NDArray[np.int64]:
-    """Return the items of all sequences. The splits of a block of rows are next to each other."""
+    """Return the work items of all sequences. Those of the same block of rows are adjacent."""
     number = blocks * splits
     of = np.repeat(np.arange(table.batch), number)
     local = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
@@ -143,14 +150,14 @@ def _queries(table: Paging, splits: NDArray[np.int64], first_part: NDArray[np.in
 
 _LOG2_E = 1.4426950408889634
 _LARGE = (9, 10)
-"""Major compute capabilities of cards with large shared memory."""
+"""Major compute capabilities of GPUs with large shared memory."""
 _SMALL = 16
-"""Rows of the smallest block, which are those of a matrix instruction."""
+"""Number of rows in the smallest block: the minimum for a matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A program's setup: rows, tokens per iteration, warps, pipeline stages, programs per multiprocessor."""
+    """Launch parameters: rows per item, tokens per tile, warps, stages, and programs per multiprocessor."""
 
     block_m: int
     block_n: int
@@ -160,14 +167,14 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
-        """Return the fastest tiles for blocks of up to ``rows`` rows.
+        """Return the fastest parameters for blocks of up to ``rows`` rows.
 
-        They were measured on an H200: docs/benchmarks/attention.md. ``large`` means that the card has as much
-        shared memory as Hopper, 227 KiB per program; otherwise 99 KiB are assumed.
+        Measurements on an H200 determined them (docs/benchmarks/attention.md). With ``large``, a program may use
+        227 KiB of shared memory, as on Hopper, otherwise 99 KiB.
         """
         block_m = min(128, max(_SMALL, _power(rows)))
-        token = shape.head_dim * shape.dtype.itemsize  # bytes of a key; with its value mostly twice as many
-        if shape.dtype == torch.float32:  # no matrix instructions, so products are in registers
+        token = shape.head_dim * shape.dtype.itemsize  # bytes per key; a value usually has as many
+        if shape.dtype == torch.float32:  # no matrix instructions, so products stay in registers
             return cls(min(block_m, 32 if token <= 1024 else 16), 32 if token <= 512 else 16, 4, 2, 2)
         if token > 512:
             return cls(min(block_m, 32), 32 if large else 16, 4, 2, 1)
@@ -179,7 +186,7 @@ class Tiles:
 
 
 def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
-    """Return the constants that the kernel ``attend`` is compiled for."""
+    """Return the compile-time constants of the kernel ``attend``."""
     rest = shape.head_dim - shape.head_dim_vo
     return {
         "HEADS": shape.num_qo_heads, "GROUP": shape.group, "PAGE": shape.page_size,
@@ -191,9 +198,9 @@ def constants_of(shape: Shape, tiles: Tiles, planes: int) -> dict[str, Any]:
 
 
 class InPlace:
-    """The backend "triton": plans once for each step, and launches one or two kernels for each layer.
+    """The backend "triton": plans once per step, and launches one or two kernels per layer.
 
-    Call ``plan`` and ``run`` on the same current stream.
+    Call ``plan`` and ``run`` with the same current stream.
     """
 
     def __init__(
@@ -207,10 +214,10 @@ class InPlace:
         """Choose the kernels.
 
         Args:
-            device: The card.
-            kernels: The module of the kernels. None for the package's own, which needs a card.
-            max_pages: As in ``PagedDecode``.
-            tiles: The setup of programs. None to choose it by shape.
+            device: The GPU.
+            kernels: The module with the kernels. None for the package's own, which need a GPU.
+            max_pages: See ``PagedDecode``.
+            tiles: The launch parameters. None to choose them by shape.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -223,9 +230,10 @@ class InPlace:
         self._most_items = 0
 
     def plan(self, table: Paging) -> None:
-        """Copy the step's numbers to the device.
+        """Divide the step into work items, and copy these and the page table to the device.
 
-        ValueError if they do not fit fixed buffers. Nothing was changed then.
+        Raises:
+            ValueError: The step does not fit the buffers for ``max_pages``. The previous plan remains valid.
         """
         shape = table.shape
         rows = int(table.widths.max(initial=1)) * shape.group
@@ -247,7 +255,7 @@ class InPlace:
             self._fixed = (table.batch, shape)
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fill ``out`` and ``lse``."""
+        """Compute attention into ``out`` and ``lse``."""
         assert self._numbers is not None
         shape, tiles = self._shape, self._tiles
         if not self._num_queries:
@@ -270,7 +278,10 @@ class InPlace:
             )  # fmt: skip
 
     def _write(self, table: Paging, work: Work) -> None:
-        """Copy all numbers in one copy. Tensors keep their addresses as long as they are large enough."""
+        """Copy the items, the queries and the page table to the device in one copy.
+
+        The device memory is only reallocated if it is too small.
+        """
         fixed = self._max_pages is not None
         num_items = self._most_items if fixed else len(work.items)
         num_pages = self._max_pages if self._max_pages is not None else len(table.indices)
@@ -300,15 +311,15 @@ def _page_numbers(table: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # for Triton's interpreter: enough to get splits
+        return 4  # for Triton's interpreter: enough that sequences are split
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _is_large(device: torch.device) -> bool:
-    """Return whether a program may have 227 KiB of shared memory."""
+    """Return whether a program can use 227 KiB of shared memory."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE
 
 
 def _power(number: int) -> int:
-    """Return the smallest power of two that is not smaller than ``number``."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << max(0, int(number) - 1).bit_length()

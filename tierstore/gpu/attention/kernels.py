@@ -1,11 +1,11 @@
-"""Triton kernels of attention over pages, split over keys and merged, and of gathering pages for SDPA.
+"""Triton kernels for attention over pages (split over keys, then merged) and for gathering pages for SDPA.
 
-A program has a block of rows of one sequence, one head of K and V, and a range of tokens. Row ``r`` is query
-``r // GROUP`` and head ``r % GROUP`` of those that share the head of K and V. Tiles of tokens begin at
-multiples of ``BLOCK_N``. A key has ``DV + DR`` numbers; if ``SHARED``, its first ``DV`` numbers are the
-value. Scores are kept as powers of two.
+Each program of ``attend`` handles a block of rows of one sequence, one head of K and V, and a range of tokens.
+Row ``r`` is query ``r // GROUP`` and head ``r % GROUP`` among the query heads that share the head of K and V.
+Tiles of tokens start at multiples of ``BLOCK_N``. A key has ``DV + DR`` elements. If ``SHARED``, its first
+``DV`` elements are also the value. Scores are exponents to base 2.
 
-The split over keys is Flash-Decoding's (Dao et al. 2023), the online softmax FlashAttention-2's.
+The split over keys follows Flash-Decoding (Dao et al. 2023), and the online softmax follows FlashAttention-2.
 """
 
 # mypy: ignore-errors
@@ -20,19 +20,19 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def larger(a, b):
-    """Return the larger of two numbers."""
+    """Return the larger of two values, for reductions."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def added(a, b):
-    """Return the sum of two numbers."""
+    """Return the sum of two values, for reductions."""
     return a + b
 
 
 @triton.jit
 def _pages_of(table, n, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the page of the tile at token ``n``, or that of each of its tokens if a tile may span pages."""
+    """Return the page that contains the tile at token ``n``, or each token's page if a tile may span pages."""
     if PAGE % BLOCK_N == 0:
         found = tl.load(table + n // PAGE, mask=n < end, other=0)
     else:
@@ -105,9 +105,9 @@ def attend(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one item of work for one head of K and V.
+    """Compute one work item for one head of K and V.
 
-    See ``in_place.FIELDS`` for the fields of an item. Nothing is done for an item without rows.
+    See ``in_place.FIELDS`` for the fields of an item. An item without rows is skipped.
     """
     head = tl.program_id(0)
     items += tl.program_id(1) * FIELDS
@@ -142,7 +142,7 @@ def attend(
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     mixed = tl.full((BLOCK_M, BLOCK_V), 0.0, tl.float32)
-    # The next tile's page is read while this tile is loaded, so that its address is known in time.
+    # Read the next tile's page number while this tile is loaded, so that the next load can start at once.
     pages = _pages_of(table, start, first, end, PAGE, BLOCK_N)
     for n in range(start, full, BLOCK_N):
         following = _pages_of(table, n + BLOCK_N, first, end, PAGE, BLOCK_N)
@@ -179,9 +179,10 @@ def merge(
     parts, part_lse, queries, out, lse,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query and head.
+    """Merge the parts of one query and head into ``out`` and ``lse``.
 
-    ``queries`` has the first part and number of parts of each query.
+    ``queries`` contains the first part and the number of parts of each query. A query with one part is skipped,
+    because ``attend`` has already stored its result.
     """
     query, head = tl.program_id(0), tl.program_id(1)
     part, splits = tl.load(queries + query * 2), tl.load(queries + query * 2 + 1)
@@ -214,9 +215,10 @@ def join(
     sums, sum_lse, found, found_lse, out, found_head, found_query, lse_head, lse_query,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add a query's result over more keys to ``sums`` and ``sum_lse``.
+    """Merge attention over further keys (``found``, ``found_lse``) into the result so far of one query and head.
 
-    With ``LAST`` the sum is stored in ``out``.
+    The result so far is in ``sums`` and ``sum_lse``. With ``FIRST``, it is ignored. With ``LAST``, the merged
+    result is stored in ``out`` instead of ``sums``.
     """
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, BLOCK_V)
@@ -245,9 +247,10 @@ def gather(
     kv, table, out, first, kv_page, kv_plane, kv_token, kv_head, out_plane,
     HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy plane program 1 of page ``table[first + program 0]`` to ``out``, ``[planes, tokens, heads, dim]``.
+    """Copy one plane of one page to ``out``, ``[planes, tokens, heads, dim]``.
 
-    ``FLAT`` means that the numbers of a page's plane are contiguous.
+    The page is ``table[first + program_id(0)]``, the plane is ``program_id(1)``. With ``FLAT``, the elements
+    of a page's plane are contiguous.
     """
     page, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv += tl.load(table + first + page).to(tl.int64) * kv_page + plane * kv_plane

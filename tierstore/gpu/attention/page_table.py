@@ -1,41 +1,44 @@
-"""The page table of a step, on the host: each sequence's queries and pages, and the tokens that they see."""
+"""The page table of a step, in host memory: which queries, pages and visible tokens each sequence has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Numbers = torch.Tensor | NDArray[np.integer] | Sequence[int]
-"""One-dimensional integers.
+"""Integers in one dimension.
 
-A tensor on a card is copied to the host, which blocks until the copy has ended.
+A tensor on a GPU is copied to the host, which blocks until the copy completes.
 """
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of queries, pages and results."""
+"""Supported dtypes of queries, pages and results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The shape of attention in one layer. ValueError for invalid values.
+    """The shape of attention in one layer.
 
     Attributes:
-        num_qo_heads: Query heads, a multiple of ``num_kv_heads``.
-        num_kv_heads: Heads of K and V.
-        head_dim: Numbers of a query and of a key.
-        head_dim_vo: Numbers of a value and of a result, at most ``head_dim``. If pages have one plane (MLA),
-            a value is the first ``head_dim_vo`` numbers of its key.
-        page_size: Tokens of a page.
-        sm_scale: Factor of the scores before softmax.
+        num_qo_heads: Number of query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: Number of heads of K and V.
+        head_dim: Size of a query head and of a key head.
+        head_dim_vo: Size of a value head and of a result head, at most ``head_dim``. If pages have one plane
+            (MLA), the value is the first ``head_dim_vo`` elements of the key.
+        page_size: Tokens per page.
+        sm_scale: Factor applied to the scores before softmax.
         causal: Whether each query sees only the tokens up to its own.
-        window_left: Number of keys that a query sees before its own position, -1 for all. A window needs
-            ``causal``.
+        window_left: Number of keys that a query sees before its own position, or -1 for all. Any value but -1
+            needs ``causal``.
         dtype: The dtype of queries and pages.
         out_dtype: The dtype of results.
+
+    Raises:
+        ValueError: A value is invalid.
     """
 
     num_qo_heads: int
@@ -54,29 +57,28 @@ class Shape:
             value = getattr(self, name)
             _require(_is_integer(value) and value >= 1, name, value, "an integer of at least 1")
         heads, kv_heads = self.num_qo_heads, self.num_kv_heads
-        _require(heads % kv_heads == 0, "num_qo_heads", heads, f"a multiple of num_kv_heads, {kv_heads}")
-        _require(1 <= self.head_dim_vo <= self.head_dim, "head_dim_vo", self.head_dim_vo, "1 to head_dim")
+        _require(heads % kv_heads == 0, "num_qo_heads", heads, f"a multiple of num_kv_heads ({kv_heads})")
+        allowed = f"1 to head_dim ({self.head_dim})"
+        _require(1 <= self.head_dim_vo <= self.head_dim, "head_dim_vo", self.head_dim_vo, allowed)
         window = self.window_left
         _require(_is_integer(window) and window >= -1, "window_left", window, "an integer of -1 or more")
-        _require(
-            self.window_left < 0 or self.causal, "causal", self.causal, "True where window_left is not -1"
-        )
+        _require(self.window_left < 0 or self.causal, "causal", self.causal, "True if window_left is not -1")
         for name in ("dtype", "out_dtype"):
             found = getattr(self, name)
             _require(found in DTYPES, name, found, "one of " + ", ".join(str(x) for x in DTYPES))
 
     @property
     def group(self) -> int:
-        """Return the number of query heads that share a head of K and V."""
+        """Return the number of query heads per head of K and V."""
         return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """The page table of a batch of sequences, int64 arrays on the host.
+    """The page table for a batch of sequences, as int64 arrays in host memory.
 
-    Sequence ``i`` has ``kv_lens[i]`` tokens in pages ``indices[indptr[i]:indptr[i + 1]]``. Its queries are
-    numbers ``qo_indptr[i]`` up to, but without, ``qo_indptr[i + 1]``. They are the queries of its last
+    Sequence ``i`` has ``kv_lens[i]`` tokens in the pages ``indices[indptr[i]:indptr[i + 1]]``. Its queries
+    have the indices ``qo_indptr[i]`` (inclusive) to ``qo_indptr[i + 1]`` (exclusive) and belong to its last
     tokens.
     """
 
@@ -95,16 +97,15 @@ class Paging:
         last_page_len: Numbers,
         shape: Shape,
     ) -> Paging:
-        """Return the checked page table.
+        """Validate the arguments and return the page table.
 
         Args:
-            qo_indptr: Start of the queries of each sequence, ``[batch + 1]``. None for one query per
-                sequence.
-            indptr: Start of the pages of each sequence in ``indices``, ``[batch + 1]``.
+            qo_indptr: First query of each sequence, ``[batch + 1]``. None for one query per sequence.
+            indptr: First page of each sequence in ``indices``, ``[batch + 1]``.
             indices: Slots of the pages.
-            last_page_len: Tokens in the last page of each sequence, ``[batch]``. Any number for a sequence
-                without pages.
-            shape: The shape of the layers.
+            last_page_len: Number of tokens in the last page of each sequence, ``[batch]``. Ignored for a
+                sequence without pages.
+            shape: The shape of attention in every layer.
 
         Raises:
             ValueError: The numbers are inconsistent, or a causal sequence has more queries than tokens.
@@ -118,13 +119,16 @@ class Paging:
         counts = np.diff(starts)
         size = shape.page_size
         wrong = (counts > 0) & ((last < 1) | (last > size))
-        _require(not wrong.any(), "last_page_len", last.tolist(), f"1 to page_size, {size}")
+        for i in np.flatnonzero(wrong)[:1]:
+            raise ValueError(f"last_page_len must be 1 to page_size ({size}), got {last[i]} in sequence {i}")
         lens = np.where(counts > 0, (counts - 1) * size + last, 0)
         widths = np.diff(queries)
         if shape.causal and qo_indptr is not None:
-            _require(
-                bool((widths <= lens).all()), "qo_indptr", queries.tolist(), "of no more queries than tokens"
-            )
+            for i in np.flatnonzero(widths > lens)[:1]:
+                raise ValueError(
+                    f"a causal sequence must have no more queries than tokens, "
+                    f"got {widths[i]} queries for {lens[i]} tokens in sequence {i}"
+                )
         return cls(queries, starts, pages, lens, shape)
 
     @property
@@ -134,7 +138,7 @@ class Paging:
 
     @property
     def num_queries(self) -> int:
-        """Return the number of queries of all sequences."""
+        """Return the total number of queries."""
         return int(self.qo_indptr[-1])
 
     @property
@@ -144,9 +148,9 @@ class Paging:
 
     @property
     def first_seen(self) -> NDArray[np.int64]:
-        """Return for each sequence the first token that one of its queries sees.
+        """Return, for each sequence, the first token that any of its queries sees.
 
-        Earlier pages are never read.
+        Pages that contain only earlier tokens are never read.
         """
         if self.shape.window_left < 0:
             return np.zeros(self.batch, dtype=np.int64)
@@ -154,16 +158,17 @@ class Paging:
         return np.maximum(first_query - self.shape.window_left, 0)
 
     def require(self, q: torch.Tensor, pages: torch.Tensor) -> None:
-        """Raise ValueError unless queries and a layer's pages match the plan. Slots are not checked."""
+        """Raise ValueError unless the queries and a layer's pages match the plan. Slots are not checked."""
         shape = self.shape
         want = (self.num_queries, shape.num_qo_heads, shape.head_dim)
         _require(tuple(q.shape) == want, "the shape of q", tuple(q.shape), str(want))
         page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
         fits = pages.ndim == 5 and pages.shape[1] in (1, 2) and tuple(pages.shape[2:]) == page
-        _require(fits, "the shape of paged_kv_cache", tuple(pages.shape), f"[num_slots, 1 or 2, *{page}]")
+        allowed = "(num_slots, 1 or 2, " + ", ".join(map(str, page)) + ")"
+        _require(fits, "the shape of paged_kv_cache", tuple(pages.shape), allowed)
         if pages.shape[1] == 2:
             same = shape.head_dim_vo == shape.head_dim
-            _require(same, "head_dim_vo", shape.head_dim_vo, f"{shape.head_dim} where pages have two planes")
+            _require(same, "head_dim_vo", shape.head_dim_vo, f"{shape.head_dim} if pages have two planes")
         for name, tensor in (("q", q), ("paged_kv_cache", pages)):
             _require(tensor.dtype == shape.dtype, f"the dtype of {name}", tensor.dtype, str(shape.dtype))
         _require(pages.stride(4) == 1, "the last stride of paged_kv_cache", pages.stride(4), "1")
@@ -171,16 +176,19 @@ class Paging:
     def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
         """Raise ValueError unless this table fits buffers for ``max_pages`` pages and one query per sequence.
 
-        ``before`` is the batch size and shape that the buffers were made for, which must be the same.
+        ``before`` contains the batch size and the shape that the buffers were allocated for. They must be those
+        of this table. It is None before the first plan.
         """
         if len(self.indices) > max_pages:
             raise ValueError(f"the plan has {len(self.indices)} pages, but max_pages is {max_pages}")
         if int(self.widths.max(initial=0)) > 1:
-            raise ValueError("with max_pages a sequence must have one query, got several")
+            raise ValueError("with max_pages, each sequence must have one query, got several")
         if before is not None and before != (self.batch, self.shape):
+            found = [field.name for field in fields(Shape)]
+            found = [name for name in found if getattr(self.shape, name) != getattr(before[1], name)]
             raise ValueError(
-                f"with max_pages every plan must be like the first, a batch of {before[0]} and {before[1]}, "
-                f"got a batch of {self.batch} and {self.shape}"
+                f"with max_pages, every plan must have the first plan's shape and batch of {before[0]} sequences, "
+                f"got a batch of {self.batch}" + "".join(f", another {name}" for name in found)
             )
 
 

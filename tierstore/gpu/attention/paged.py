@@ -1,8 +1,8 @@
-"""The public classes: ``PagedDecode`` for one query per sequence, ``PagedPrefill`` for many.
+"""The public classes: ``PagedDecode`` for one query per sequence, and ``PagedPrefill`` for many.
 
-Names and meanings of arguments are FlashInfer's, with its layout "NHD". There are three differences:
-logarithms are natural, ``out`` may have a wider dtype than ``q``, and queries are always those of the last
-tokens, whose K and V are in the pages already.
+Argument names and meanings are those of FlashInfer with layout "NHD", with three differences: ``lse`` is a
+natural logarithm (FlashInfer: base 2), ``out`` may have a wider dtype than ``q``, and the queries always belong
+to the last tokens, whose K and V are already in the pages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Paged:
         self._page_table: Paging | None = None
         self._way: AttentionBackend | None = None
         self.backend: Backend = "auto"
-        """The backend that the last plan chose."""
+        """The backend chosen by the last plan."""
 
     @property
     def planned(self) -> Paging:
-        """Return the page table of the last plan. ValueError before the first one."""
+        """Return the page table of the last plan. Raises ValueError before the first plan."""
         if self._page_table is None:
-            raise ValueError("nothing is planned yet: call plan() before run()")
+            raise ValueError("no plan yet: call plan() before run()")
         return self._page_table
 
     def _run(
@@ -59,23 +59,25 @@ class _Paged:
 
 
 class PagedDecode(_Paged):
-    """Attention of one query per sequence, like FlashInfer's ``BatchDecodeWithPagedKVCacheWrapper``."""
+    """Attention with one query per sequence, like FlashInfer's ``BatchDecodeWithPagedKVCacheWrapper``."""
 
     def __init__(
         self, device: torch.device | str, *, backend: Backend = "auto", max_pages: int | None = None
     ) -> None:
-        """Choose the backend. Allocates nothing yet.
+        """Choose the backend. Nothing is allocated before the first ``plan``.
 
         Args:
             device: The device of queries and pages.
-            backend: "auto" is ``triton`` on a card, else ``reference``. "gathered" cannot decode.
-            max_pages: For CUDA graphs: the most pages of all sequences together. The first ``plan`` makes
-                buffers for its batch and this many pages, and later plans of the same batch and shape fill
-                them in place. A graph that captured ``run`` after one plan follows the last plan when it is
-                replayed. Give unused rows of the batch a sequence without pages.
+            backend: "auto" chooses "triton" on a GPU and "reference" on a CPU. "gathered" is not supported for
+                decoding.
+            max_pages: For CUDA graphs: the maximum number of pages of all sequences together. The first
+                ``plan`` allocates buffers for its batch size and this many pages. Later plans must have the
+                same batch size and shape. They overwrite the buffers in place, so a graph that captured
+                ``run`` uses the most recent plan when it is replayed. Pad the batch with sequences without
+                pages. With None, a plan allocates new buffers if it needs them.
 
         Raises:
-            ValueError: The device is not available, or has no such backend.
+            ValueError: The device is not available, or does not support the backend.
         """
         super().__init__()
         self._max_pages = max_pages
@@ -98,27 +100,29 @@ class PagedDecode(_Paged):
         q_data_type: torch.dtype = torch.bfloat16,
         o_data_type: torch.dtype | None = None,
     ) -> None:
-        """Plan a step, for all layers of one shape. Integers on a card are copied to the host first.
+        """Plan a step for all layers with the same shape.
+
+        Blocks if an argument is on a GPU, because it is copied to the host first.
 
         Args:
-            indptr: ``[batch + 1]``. Sequence ``i`` reads pages ``indices[indptr[i]:indptr[i + 1]]``.
-            indices: Slots of the pages. Pages before every window are not read, so their slots may be
-                anything.
-            last_page_len: ``[batch]``. Tokens in the last page of each sequence; 0 for a sequence without
-                pages.
-            num_qo_heads: Query heads.
-            num_kv_heads: Heads of K and V.
-            head_dim: Numbers of a query and of a key.
-            page_size: Tokens of a page.
-            head_dim_vo: Numbers of a value. It may differ from ``head_dim`` only for pages of one plane
-                (MLA), where a value is the first numbers of its key.
-            window_left: Number of keys that a query sees before its own, -1 for all.
-            sm_scale: Factor of the scores. None for ``head_dim ** -0.5``.
+            indptr: ``[batch + 1]``. Sequence ``i`` reads the pages ``indices[indptr[i]:indptr[i + 1]]``.
+            indices: Slots of the pages. Any number may stand for a page that no query sees because of its
+                window.
+            last_page_len: ``[batch]``. Number of tokens in the last page of each sequence; 0 for a sequence
+                without pages.
+            num_qo_heads: Number of query heads.
+            num_kv_heads: Number of heads of K and V.
+            head_dim: Size of a query head and of a key head.
+            page_size: Tokens per page.
+            head_dim_vo: Size of a value head. None for ``head_dim``. Another size needs pages with one plane
+                (MLA), where a value is the first ``head_dim_vo`` elements of its key.
+            window_left: Number of keys that a query sees before its own, or -1 for all.
+            sm_scale: Factor applied to the scores. None for ``head_dim ** -0.5``.
             q_data_type: The dtype of queries and pages.
             o_data_type: The dtype of results. None for ``q_data_type``.
 
         Raises:
-            ValueError: An argument is invalid. The last plan remains in force.
+            ValueError: An argument is invalid. The previous plan remains valid.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
@@ -145,35 +149,38 @@ class PagedDecode(_Paged):
         """Compute the attention of one layer on the current stream, without blocking.
 
         Args:
-            q: Queries ``[batch, num_qo_heads, head_dim]``.
+            q: Queries, ``[batch, num_qo_heads, head_dim]``.
             paged_kv_cache: The layer's pages in place, ``[num_slots, planes, page_size, num_kv_heads,
-                head_dim]``, such as ``store.pages[:, layer]``. Any strides, but the last must be 1. Tokens
-                after ``last_page_len`` may hold anything, even NaN.
-            out: A contiguous tensor for the result. None for a new tensor.
-            lse: A contiguous tensor for the logarithms. None for a new tensor.
-            return_lse: Whether to return the logarithms too.
+                head_dim]``, for example ``store.pages[:, layer]``. The last stride must be 1; the others are
+                arbitrary. Tokens after ``last_page_len`` may contain any value, even NaN.
+            out: A contiguous tensor to store the results in. None to allocate one.
+            lse: A contiguous tensor to store the logarithms in (see below). None to allocate one.
+            return_lse: Whether to return ``lse`` too.
 
         Returns:
-            ``[batch, num_qo_heads, head_dim_vo]`` of ``o_data_type``, with sums in float32. With
-            ``return_lse`` also the natural logarithm of the sum of exp(scores), float32 ``[batch,
-            num_qo_heads]``, which is -inf for a query that sees no token.
+            ``out``: ``[batch, num_qo_heads, head_dim_vo]`` in ``o_data_type``, accumulated in float32. With
+            ``return_lse``, also ``lse``: the natural logarithms of the sums of exp(scores), float32 ``[batch,
+            num_qo_heads]``. For a query that sees no token, ``out`` is 0 and ``lse`` is -inf.
+
+        Raises:
+            ValueError: A tensor does not have the planned shape or dtype, or ``plan`` was not called.
         """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
 
 class PagedPrefill(_Paged):
-    """Attention of many queries per sequence, like FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
+    """Attention with many queries per sequence, like FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     def __init__(self, device: torch.device | str, *, backend: Backend = "auto") -> None:
-        """Choose the backend. Allocates nothing yet.
+        """Choose the backend. Nothing is allocated before the first ``plan``.
 
         Args:
             device: The device of queries and pages.
-            backend: "auto" on a card is the backend that was measured to be faster for the plan's shape, else
-                ``reference``.
+            backend: "auto" chooses "reference" on a CPU. On a GPU it chooses, for each plan, the backend that
+                measurements found faster for the plan's shape and lengths.
 
         Raises:
-            ValueError: The device is not available, or has no such backend.
+            ValueError: The device is not available, or does not support the backend.
         """
         super().__init__()
         self._device, self._backend = device_of(device), backend
@@ -198,12 +205,12 @@ class PagedPrefill(_Paged):
         q_data_type: torch.dtype = torch.bfloat16,
         o_data_type: torch.dtype | None = None,
     ) -> None:
-        """Plan a step, for all layers of one shape. Other arguments are as in ``PagedDecode.plan``.
+        """Plan a step for all layers with the same shape. See ``PagedDecode.plan`` for the other arguments.
 
         Args:
-            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries from ``qo_indptr[i]`` up to, but
-                without, ``qo_indptr[i + 1]``. They are those of its last tokens, whose K and V must be in the
-                pages by the time of ``run``.
+            qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` (inclusive) to
+                ``qo_indptr[i + 1]`` (exclusive). They belong to its last tokens, whose K and V must be in the
+                pages when ``run`` is called.
             causal: Whether each query sees only the tokens up to its own. A window needs ``causal``.
         """
         shape = _shape(
@@ -228,9 +235,9 @@ class PagedPrefill(_Paged):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute the attention of one layer, as ``PagedDecode.run`` does.
+        """Compute the attention of one layer. See ``PagedDecode.run``.
 
-        ``q`` has the queries of all sequences one after another, ``[queries, num_qo_heads, head_dim_qk]``.
+        ``q`` contains the queries of all sequences, one after another: ``[queries, num_qo_heads, head_dim_qk]``.
         """
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
@@ -267,5 +274,9 @@ def _place(
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(given.shape) != shape or given.dtype != dtype or not given.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {shape} {dtype}, got {tuple(given.shape)} {given.dtype}")
+        found = "a contiguous" if given.is_contiguous() else "a non-contiguous"
+        raise ValueError(
+            f"{name} must be a contiguous tensor of shape {shape} and dtype {dtype}, "
+            f"got {found} one of shape {tuple(given.shape)} and dtype {given.dtype}"
+        )
     return given

@@ -1,1 +1,1 @@
-"""Encoding and decoding of pages on the card, so that only payloads cross the link."""
+"""Encodes and decodes pages on the GPU, so that only payloads are transferred over the link."""

@@ -1,15 +1,16 @@
-"""Triton kernels of the codecs with payloads of fixed length: turn pages in HBM into payloads, and back.
+"""Triton kernels that encode pages in HBM with fixed-length codecs, and decode them.
 
-They give the same bytes as ``tierstore.codecs``: each number goes through the same float32 arithmetic,
-rounded as NumPy rounds. Launch them with ``enable_fp_fusion=False``, because NumPy rounds every product
-before it adds. ``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch``
-decodes payloads in place in mapped host memory. It gives the same numbers as ``expand``, and addresses pages
-in the same way.
+They produce the same bytes as ``tierstore.codecs``, because they do the same float32 arithmetic with the same
+rounding. Launch them with ``enable_fp_fusion=False``: NumPy rounds each product before an addition, and a fused
+multiply-add would not.
 
-A program works on one of the given pages, one layer and plane of it, and some of its numbers. Number i of
-``[tokens, heads, dim]`` lies ``place_of(i)`` numbers after the plane's first number, which lies ``slot * SLOT
-+ deltas[layer] + plane * PLANE`` numbers after ``words``. A payload starts every ``PAYLOAD`` bytes of
-``halves`` and ``codes``, which are the same memory.
+``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch`` decodes payloads
+directly in mapped host memory, with the same results as ``expand``.
+
+A program processes some elements of one layer and plane of one page. Element i of ``[tokens, heads, dim]`` is
+``place_of(i)`` elements after the plane's first element, which is ``slot * SLOT + deltas[layer] + plane *
+PLANE`` elements after ``words``. Payloads are ``PAYLOAD`` bytes apart. ``halves`` and ``codes`` both point to
+the first payload, as pointers to int16 and to uint8.
 """
 
 # mypy: ignore-errors
@@ -27,7 +28,7 @@ SIGNED = tl.constexpr(0)
 FLOORED = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 
-# 1.5 * 2**23: what is added to it is rounded to a whole number, ties to even.
+# Adding 1.5 * 2**23 rounds to an integer, ties to even.
 _ROUND = tl.constexpr(12582912.0)
 _SMALLEST = tl.constexpr(2.0**-126)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)
@@ -39,7 +40,7 @@ def place_of(
     TOKEN: tl.constexpr, HEAD: tl.constexpr, NUMBER: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Return the offset of number i of ``[tokens, heads, dim]`` from the first. If ``PLAIN``, it is i."""
+    """Return the offset, in elements, of element i of ``[tokens, heads, dim]``. It is i if ``PLAIN``."""
     at = i
     if not PLAIN:
         far = i.to(tl.int64)
@@ -49,7 +50,7 @@ def place_of(
 
 @triton.jit
 def side_of(i, LENGTH: tl.constexpr, MEMBERS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return the index of the scale of number i."""
+    """Return the index of element i's scale among the scales of its layer and plane."""
     if CHANNELS:
         side = i // (MEMBERS * CHANNELS) * CHANNELS + i % CHANNELS
     else:
@@ -79,7 +80,7 @@ def widened(raw, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """Return numbers as words of the page. None becomes infinite."""
+    """Convert float32 values to the words that the page stores. The result is never infinite."""
     if DTYPE == BFLOAT16:
         bits = x.to(tl.uint32, bitcast=True)
         raw = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
@@ -92,7 +93,7 @@ def narrowed(x, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def rounded(scale, UP: tl.constexpr):
-    """Return a scale as the bits of the nearest bfloat16, or with ``UP`` of the next that is not smaller."""
+    """Return a scale as the bits of a bfloat16, rounded to nearest or, with ``UP``, rounded up."""
     bits = tl.where(scale > 0, tl.maximum(scale, _SMALLEST), 0.0).to(tl.uint32, bitcast=True)
     if UP:
         bits += 0xFFFF
@@ -103,7 +104,7 @@ def rounded(scale, UP: tl.constexpr):
 
 @triton.jit
 def power_of_two(scale):
-    """Return a scale as the bits of the next power of two that is not smaller."""
+    """Round a scale up to a power of two, and return the bits of the result as a bfloat16."""
     bits = tl.where(scale > 0, tl.maximum(scale, _SMALLEST), 0.0).to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFFFF) >> 23) << 7
 
@@ -120,7 +121,7 @@ def reciprocal_of(scale):
 
 @triton.jit
 def _whole(y):
-    """Return the low byte of the nearest whole number, ties to even, in two's complement if negative."""
+    """Return the low byte of the nearest integer, ties to even, in two's complement."""
     return (y + _ROUND).to(tl.int32, bitcast=True) & 0xFF
 
 
@@ -141,7 +142,7 @@ def code_of(x, floor, reciprocal, RULE: tl.constexpr):
 
 @triton.jit
 def value_of(code, RULE: tl.constexpr):
-    """Return the number of a code, an int32 of 0 to 255, as float32 before it is scaled."""
+    """Return the value of a code (an int32 from 0 to 255) as float32, before scaling."""
     if RULE == FP8:
         exponent, mantissa = (code >> 3) & 15, code & 7
         normal = ((exponent + 120) << 23) | (mantissa << 20)
@@ -186,7 +187,7 @@ def load_scale(halves, at, mask):
 
 
 REFUSALS = (triton.TritonError, CalledProcessError, OSError, RuntimeError)
-"""The errors of Triton if it cannot compile, for example for an unknown card or without a C compiler."""
+"""Exceptions raised if Triton cannot compile, for example for an unsupported GPU or without a C compiler."""
 
 _FINITE = tl.constexpr(0x7FFFFFFF)
 
@@ -203,9 +204,9 @@ def measure(
     LIMIT: tl.constexpr, MOST: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, BITS: tl.constexpr,
     SIDE_BLOCK: tl.constexpr, MEMBER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store scales and floors of ``SIDE_BLOCK`` groups of numbers, and the codes too if these are bytes.
+    """Store the scales and minimums of ``SIDE_BLOCK`` groups of elements. With 8 bits, store their codes too.
 
-    ``flags[first + page]`` becomes 1 if a number is NaN or too large.
+    ``flags[first + page]`` becomes 1 if an element is NaN, infinite or too large.
     """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
@@ -228,7 +229,7 @@ def measure(
         step = 1
     count = tl.where(side < SIDES, count, 0)
 
-    # Magnitudes as bits: their order is that of the numbers, and NaN is the largest.
+    # Compare magnitudes as bit patterns, which have the same order as the numbers. NaN is the largest.
     size = tl.full((SIDE_BLOCK, MEMBER_BLOCK), 0, tl.int32)
     high = tl.full((SIDE_BLOCK, MEMBER_BLOCK), -float("inf"), tl.float32)
     low = tl.full((SIDE_BLOCK, MEMBER_BLOCK), float("inf"), tl.float32)
@@ -251,7 +252,7 @@ def measure(
         stored = power_of_two(tl.div_rn(largest, MOST))
     elif RULE == FLOORED:
         smallest = tl.where(inside, tl.reduce(low, 1, smaller), 0.0)
-        smallest = tl.where(smallest == 0, 0.0, smallest)  # of -0 and 0 either may be the smallest
+        smallest = tl.where(smallest == 0, 0.0, smallest)  # -0 and 0 are equal: always store 0
         largest = tl.where(inside, tl.reduce(high, 1, larger), 0.0)
         stored = rounded(tl.div_rn(largest - smallest, MOST), UP)
         store_floor(floors, layer * SIDES + side, smallest, inside, DTYPE, LARGEST)
@@ -281,9 +282,9 @@ def pack(
     LAYER_CODES: tl.constexpr, NUMBERS: tl.constexpr, SIDES: tl.constexpr, LENGTH: tl.constexpr,
     MEMBERS: tl.constexpr, CHANNELS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store codes of 4 bits, after ``measure``.
+    """Store 4-bit codes. Launch it after ``measure``, whose scales and minimums it reads.
 
-    A byte has the codes of two numbers, half the tokens apart.
+    Each byte contains the codes of two elements, whose tokens are half a page apart.
     """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
@@ -320,10 +321,10 @@ def expand(
     LIMIT: tl.constexpr, MOST_SCALE: tl.constexpr, RULE: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode ``BLOCK`` bytes of codes into numbers of the page.
+    """Decode ``BLOCK`` bytes of codes into elements of the page.
 
-    ``flags[first + page]`` becomes 1 if no encoder can have made the payload. The page's content is then
-    undefined.
+    If a payload cannot be the output of an encoder, ``flags[first + page]`` becomes 1 and the page's content
+    is undefined.
     """
     page, layer = tl.program_id(0), tl.program_id(1) // PLANES
     plane = (tl.program_id(1) % PLANES).to(tl.int64)
@@ -371,9 +372,9 @@ def keep(
     PLAIN: tl.constexpr, ITEM: tl.constexpr, PAYLOAD: tl.constexpr, AT: tl.constexpr,
     NBYTES: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy bytes that are not encoded from the page into the payload, or with ``BACK`` from the payload.
+    """Copy the unencoded part of a page from the page to the payload or, with ``BACK``, from there to the page.
 
-    Strides are in units of ``ITEM`` bytes. ``NBYTES`` is the number of bytes of a layer's plane.
+    Strides are in units of ``ITEM`` bytes. ``NBYTES`` is the size in bytes of one plane of one layer.
     """
     page = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -395,9 +396,11 @@ def sides_of_rows(
     WIDTH: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
     RULE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return scale and minimum of both numbers in each byte of these rows, which have one of each.
+    """Return the scales and minimums of some rows of codes: for the low halves of bytes, then for the high ones.
 
-    If a codec has no minimum, some scale is returned in its place. ``first``: the layer's first scale.
+    All low halves in a row share a scale and a minimum, and so do all high halves. Results that the
+    codec does not use are copies of the low scale: the minimums if the codec has none, and the results for the
+    high halves if codes have 8 bits. ``first`` is the index of the layer's first scale.
     """
     low_scale = load_scale(scales, first + row, here)
     low_floor = low_scale
@@ -426,16 +429,16 @@ def fetch(
     ACROSS: tl.constexpr, RAGGED: tl.constexpr, ALONG: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Decode payloads in mapped host memory like ``expand``, with few programs that take turns at the tiles.
+    """Decode payloads in mapped host memory, with few programs that loop over the tiles of all pages.
 
-    ``table`` has slots, then addresses of payloads. Layers ``[first, first + layers)`` are decoded. The codes
-    of a plane form rows of ``WIDTH`` bytes. A tile has ``TILE_ROWS`` rows and ``COLUMNS`` bytes of each row;
-    a plane has ``DOWN`` tiles from top to bottom and ``ACROSS`` from left to right. Every byte crosses the
-    link once, because each scale is read only by the tile that needs it.
+    ``table`` contains the slots, then the addresses of the payloads. Only layers ``[first, first + layers)`` are
+    decoded. The codes of one plane of a layer form rows of ``WIDTH`` bytes. A tile has ``TILE_ROWS`` rows and
+    ``COLUMNS`` bytes of each row. A plane is ``DOWN`` tiles high and ``ACROSS`` tiles wide. Each scale is read
+    only by the tiles that need it, so nearly every byte of a payload is transferred only once.
     """
     HALF: tl.constexpr = LAYER_CODES // WIDTH
     each = layers * (PLANES * DOWN * ACROSS)
-    # Entries of the next tile are read ahead too, because the table also crosses the link.
+    # Read the table entries of the next tile ahead, because the table is in host memory too.
     page = tl.program_id(0) // each
     next_slot = tl.load(table + page, mask=page < pages, other=0)
     next_far = tl.load(table + pages + page, mask=page < pages, other=0)
@@ -472,7 +475,7 @@ def fetch(
         elif RULE == FP8:
             one_scale = tl.load(scales + layer * SIDES).to(tl.uint16, bitcast=True).to(tl.uint32)
         else:
-            # Scales are read ahead of their codes, which are also read turns ahead.
+            # Read the scales one iteration ahead. The loop's pipeline stages read the codes ahead.
             below = tl.arange(0, ROWS)
             here = (below < TILE_ROWS) & (top + below < HALF)
             next_low_scale, next_low_floor, next_high_scale, next_high_floor = sides_of_rows(

@@ -1,7 +1,7 @@
-"""The encoder and decoder of pages on the card: turns pages in device memory into payloads, and back.
+"""The GPU coder: encodes pages in device memory into payloads, and decodes payloads into pages.
 
-``Coder`` gives byte for byte the results of ``tierstore.codecs``. It reads payloads in slabs (``decode``) or
-in place in page-locked host memory (``fetch``), because measurements show that each is faster for some pages.
+``Coder`` produces exactly the same bytes as ``tierstore.codecs``. It decodes payloads in slabs (``decode``)
+or directly in pinned host memory (``fetch``), because measurements show that each is faster for some pages.
 It queues kernels on torch's current stream and never waits for them.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 BLOCK = 4096
-"""Numbers, or bytes, that one program of a kernel processes."""
+"""Number of elements (``measure``) or bytes (other kernels, except ``fetch``) that one program processes."""
 
 WORDS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 _KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -42,10 +42,15 @@ Constants = dict[str, int | float]
 
 
 class Grid(NamedTuple):
-    """The launch of ``fetch``: ``programs`` programs of ``warps`` warps read ``nbytes`` of codes at a time.
+    """Launch configuration of ``fetch``.
 
-    A tile has at most ``tile_nbytes``. While a program decodes some codes, the reads of the next ``stages -
-    2`` turns are in flight, or none if ``stages`` is 1.
+    Attributes:
+        programs: Number of programs.
+        warps: Warps per program.
+        nbytes: Bytes of codes that a program reads per iteration.
+        tile_nbytes: Maximum size of a tile in bytes.
+        stages: Pipeline stages. While a program decodes the codes of one iteration, its reads for the next
+            ``stages - 2`` iterations are in flight. With 1 or 2 stages, none are.
     """
 
     programs: int
@@ -56,20 +61,25 @@ class Grid(NamedTuple):
 
 
 FETCH_GRID = Grid(24, 4, 8192, 65536, 3)
-"""A grid with at least 192 KiB in flight.
+"""A configuration with at least 192 KiB in flight.
 
-By calculation, 128 KiB fill the link, as in the copy kernel, but each tile starts with nothing in flight.
+The copy kernel saturates the link with 128 KiB. These programs need more, because they start each tile with
+nothing in flight.
 """
 
 _ROW_NBYTES = 128
-"""Bytes of a row of codes that share one scale. With one scale per channel a tile is eight times as wide."""
+"""Width in bytes of a row of codes if all codes of a layer share one scale.
+
+With one scale per channel, a tile is at most eight times as wide.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with its constants, its options and the tensors that are the same in every call.
+    """A kernel with its constants, its options and the tensors that are the same for every call.
 
-    ``programs`` is the number of programs per page, ``layers`` the number of layers of the KV group.
+    ``programs`` contains the numbers of programs in the second and third dimension of the grid. ``layers`` is the
+    number of layers in the KV group.
     """
 
     kernel: Any
@@ -88,9 +98,9 @@ class Launch:
         known: Constants,
         programs: tuple[int, int] = (1, 1),
     ) -> Launch:
-        """Return a launch over the pages of ``lot``.
+        """Return a launch for the KV group with the strides ``lot``.
 
-        The kernel gets those of ``known`` that it has arguments for.
+        The kernel is passed those constants in ``known`` for which it has parameters.
         """
         deltas = torch.tensor(lot.deltas, dtype=torch.int64, device=words.device)
         constants = {name: known[name] for name in kernel.arg_names if name in known}
@@ -101,20 +111,21 @@ class Launch:
         self.kernel[grid](self.words, self.deltas, *arguments, **self.options)
 
     def compile(self, grid: tuple[int, ...], *arguments: torch.Tensor | int) -> None:
-        """Compile the machine code that ``queue`` uses."""
+        """Compile the kernel for ``queue`` with arguments of these types, without running it."""
         self.kernel.warmup(self.words, self.deltas, *arguments, grid=grid, **self.options)
 
 
 class Coder:
-    """Encodes and decodes pages of device memory: a ``slabs.RowCoder``, with a kernel that needs no slabs.
+    """Encodes and decodes pages in device memory.
 
-    It decodes in two ways, because each is faster for some pages (docs/decisions/015):
+    It is a ``slabs.RowCoder`` that can also decode without slabs. It has two methods that decode, because each
+    is faster for some pages (docs/decisions/015):
 
     - ``decode`` reads payloads that DMA has copied into the rows of a slab. It supports every layout and
       reaches 98 % of the link's speed, with two or more pieces per page and one launch per slab.
     - ``fetch`` reads payloads in mapped host memory. It reaches 91 % of the link's speed, but one launch
-      decodes hundreds of pages, or a layer group of them, so the first token comes sooner. It supports pages
-      that ``can_fetch`` accepts, and is slow if ``smallest_tile`` is small.
+      decodes hundreds of pages, or one of their layer groups, so the first token comes sooner. It supports
+      pages that ``can_fetch`` accepts, and is slow if ``smallest_tile`` is small.
     """
 
     def __init__(
@@ -130,14 +141,14 @@ class Coder:
         """Prepare the launches. Compiles nothing yet.
 
         Args:
-            codec: A codec of fixed length for this layout, see ``codecs.fixed_nbytes``.
+            codec: A codec with fixed-length payloads for this layout; see ``codecs.fixed_nbytes``.
             layout: The layout of the pages.
-            lots: The strides of the numbers of each KV group in device memory.
-            pool: The store's own slots as flat uint8, whose bytes between KV groups are kept too. None if the
-                lots are an engine's tensors, which have no such bytes.
-            stride: Bytes from payload to payload in a slab, a multiple of 16.
+            lots: The strides of each KV group in device memory.
+            pool: The store's own slots as flat uint8. Payloads then contain the bytes between KV groups too.
+                None for an engine's tensors, which have no such bytes.
+            stride: Distance between payloads in a slab, in bytes, a multiple of 16.
             kernels: The module ``codec_kernels``.
-            grid: The launch of ``fetch``. None if only payloads in slabs are decoded.
+            grid: The launch configuration of ``fetch``. None to decode only payloads in slabs.
         """
         places = PayloadLayout.of(layout, codec)
         assert not codec.zstd
@@ -167,17 +178,17 @@ class Coder:
 
     @property
     def fetches(self) -> bool:
-        """Return whether the coder has a grid, so that ``fetch`` can be called."""
+        """Return whether ``fetch`` can be called, which requires that the coder was created with a ``grid``."""
         return self._grid is not None
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return the batch of these slots, with a copy of them on the device and a flag for each."""
+        """Return a batch for these slots, with the slot numbers on the device and one flag per page."""
         return Batch(slots, card.uploaded(slots), card.flags(len(slots)))
 
     def encode(self, share: Share) -> None:
         """Encode the pages into the rows.
 
-        The flag of a page that the codec cannot represent becomes 1, and its payload is undefined. Bytes
+        If the codec cannot represent a page, the page's flag becomes 1 and its payload is undefined. Bytes
         after a payload are not changed.
         """
         self._each(Launch.queue, self._encoding, self._keeping[0], share)
@@ -185,39 +196,42 @@ class Coder:
     def decode(self, share: Share) -> None:
         """Decode the rows into the pages.
 
-        If ``encode`` cannot have made the payload of a page, the flag of the page becomes 1, and its content
-        is undefined.
+        If a payload cannot be the output of ``encode``, the page's flag becomes 1 and its content is
+        undefined.
         """
         self._each(Launch.queue, self._decoding, self._keeping[1], share)
 
     def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int] | None = None) -> None:
-        """Decode payloads in page-locked, mapped host memory into pages, or into some of their layers.
+        """Decode payloads in pinned, mapped host memory into pages, or into some of their layers.
 
-        The kernel reads ``table`` and writes ``flags`` until the current stream has passed this call.
+        Keep ``table`` and ``flags`` until the queued kernels complete: they read ``table`` and write
+        ``flags``.
 
         Args:
-            table: int64 ``[2, pages]``, flat: slots, then addresses of payloads, multiples of 16.
-            flags: int32 zeros ``[pages]``, see ``decode``.
-            layers: The layers ``[first, end)``. None for all.
+            table: int64 ``[2 * pages]``: the slots, then the addresses of the payloads, which are multiples
+                of 16.
+            flags: int32 zeros ``[pages]``; see ``decode``.
+            layers: The layers ``[first, end)``. None for all layers.
         """
         self._fetch(Launch.queue, table, flags, layers)
 
     def compile(self, share: Share) -> None:
-        """Compile ``encode`` and ``decode`` without running them. Takes seconds the first time on a machine.
+        """Compile ``encode`` and ``decode`` without running them.
 
-        ``share`` must have tensors of the same types as later shares. Raises Triton's errors if its compiler,
-        or the C compiler that it needs, is missing or fails.
+        Takes several seconds the first time on a machine. The tensors in ``share`` must have the same types
+        as in later shares. Raises Triton's errors (``codec_kernels.REFUSALS``) if Triton's compiler, or the
+        C compiler that it needs, is missing or fails.
         """
         self._each(
             Launch.compile, self._encoding + self._decoding, self._keeping[0] + self._keeping[1], share
         )
 
     def compile_decoding(self, share: Share) -> None:
-        """Compile ``decode`` only; see ``compile``."""
+        """Compile only ``decode``, without running it. See ``compile``."""
         self._each(Launch.compile, self._decoding, self._keeping[1], share)
 
     def compile_fetching(self, table: torch.Tensor, flags: torch.Tensor) -> None:
-        """Compile ``fetch`` for tables and flags of these types; see ``compile``."""
+        """Compile ``fetch`` for tables and flags of these types, without running it. See ``compile``."""
         self._fetch(Launch.compile, table, flags, None)
 
     def _each(
@@ -244,25 +258,25 @@ class Coder:
 
 
 def can_fetch(codec: Lossy, layout: PageLayout) -> bool:
-    """Return whether ``Coder.fetch`` supports such pages.
+    """Return whether ``Coder.fetch`` supports these pages.
 
-    All bytes of a page must be encoded, and each scale must belong to whole rows of codes or to a column of a
-    tile.
+    All bytes of a page must be encoded, and each scale must apply to whole rows of codes or to one column of
+    a tile.
     """
     places = PayloadLayout.of(layout, codec)
     return not any(places.gaps()) and all(map(_fits_tiles, runs_of(places)))
 
 
 def smallest_tile(codec: Lossy, layout: PageLayout, grid: Grid) -> int:
-    """Return the bytes of the smallest tile that a program of ``fetch`` reads before it starts another."""
+    """Return the size in bytes of the smallest tile that a program of ``fetch`` reads."""
     codes = (int(run.constants(0)["LAYER_CODES"]) for run in runs_of(PayloadLayout.of(layout, codec)))
     return min(grid.tile_nbytes, min(codes, default=0))
 
 
 def _fits_tiles(run: Run) -> bool:
-    """Return whether tiles suit the scales of a run.
+    """Return whether tiles can be chosen so that each one reads only its own scales.
 
-    With 4 bits, the scales of a byte's two numbers must lie a fixed distance apart throughout a tile.
+    With 4 bits, the scales of the two elements in a byte must be a fixed distance apart throughout a tile.
     """
     known = run.constants(0)
     if known["RULE"] == FP8:
@@ -275,7 +289,7 @@ def _fits_tiles(run: Run) -> bool:
 
 
 def _tiles(known: Constants, grid: Grid) -> Constants:
-    """Return the constants of the tiles that the codes of a layer's plane are cut into; see the kernel."""
+    """Return the constants for dividing a layer's codes into tiles. See ``codec_kernels.fetch``."""
     channels, codes = int(known["CHANNELS"]), int(known["LAYER_CODES"])
     shared = known["RULE"] == FP8
     width = channels or (_ROW_NBYTES if shared else int(known["MEMBERS"]))
@@ -299,10 +313,10 @@ def _tiles(known: Constants, grid: Grid) -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring planes of a KV group with the same scheme.
+    """Adjacent planes of one KV group that are encoded with the same scheme.
 
     Attributes:
-        plane: The first of the planes.
+        plane: The first plane.
         count: The number of planes.
         scales: Offset of the run's scales in a payload, in bytes.
         codes: Offset of the run's codes in a payload, in bytes.
@@ -314,7 +328,7 @@ class Run:
     codes: int
 
     def constants(self, stride: int) -> Constants:
-        """Return the kernels' constants about the codec and payloads, which are ``stride`` bytes apart."""
+        """Return the kernel constants of this run for payloads that are ``stride`` bytes apart."""
         plane = self.plane
         sides = prod(plane.scheme.sides(plane.shape))
         found: Constants = {
@@ -334,7 +348,7 @@ class Run:
 
 
 def runs_of(places: PayloadLayout) -> Iterator[Run]:
-    """Yield the runs of a payload, in order."""
+    """Yield the runs of a payload in payload order."""
     scales, codes = 0, places.kept_nbytes
     for _, alike in groupby(places.planes, lambda plane: (plane.offset, plane.scheme)):
         planes = list(alike)
@@ -344,7 +358,7 @@ def runs_of(places: PayloadLayout) -> Iterator[Run]:
 
 
 def strides_of(lot: GroupStrides) -> Constants:
-    """Return the kernels' constants for the strides of numbers."""
+    """Return the kernel constants for the strides of a KV group."""
     plane, token, head, number = lot.strides
     return {
         "SLOT": lot.slot,
@@ -360,7 +374,7 @@ def strides_of(lot: GroupStrides) -> Constants:
 
 
 def _groups(plane: Plane, sides: int) -> Constants:
-    """Return the constants that tell which numbers share a scale, and how many of them a program has."""
+    """Return the constants that define which elements share a scale, and how many scales a program handles."""
     shape, scheme = plane.shape, plane.scheme
     members, length, channels = scheme.members(shape), shape.numbers, 0
     if isinstance(scheme, Steps):
@@ -396,7 +410,7 @@ def _arithmetic(plane: Plane) -> Constants:
 def _kept(
     places: PayloadLayout, layout: PageLayout, lots: tuple[GroupStrides, ...], pool: torch.Tensor | None
 ) -> Iterator[tuple[GroupStrides, int]]:
-    """Yield the strides of the bytes of a page that are not encoded, each with its offset in a payload."""
+    """Yield, for each unencoded piece of a page, its strides and its offset in a payload."""
     at = sum(plane.scale_nbytes + plane.floor_nbytes for plane in places.planes)
     for start, end in places.gaps():
         if pool is not None:
@@ -423,10 +437,10 @@ def _keep(kernel: Any, lot: GroupStrides, at: int, stride: int, *, back: bool) -
 
 
 def blocks(number: float, size: float) -> int:
-    """Return how many blocks of ``size`` hold ``number``."""
+    """Return how many blocks of ``size`` are needed for ``number`` items."""
     return -(-int(number) // int(size))
 
 
 def power(number: int) -> int:
-    """Return the smallest power of two that is not smaller than ``number``."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

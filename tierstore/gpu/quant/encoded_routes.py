@@ -1,9 +1,9 @@
-"""Routes to host memory that holds encoded pages: the card encodes and decodes; only payloads cross the link.
+"""Copy routes for encoded host memory. The GPU encodes and decodes; only payloads are transferred.
 
-``encoded_route`` builds the route for a pool, if the card can encode and decode its pages, and chooses how
-they are loaded: through slabs, which DMA fills with payloads, or, for large pages, by a kernel that reads
-payloads in page-locked host memory (``MappedLoads``). Saves go through slabs. Copies are only queued; no call
-waits for them.
+``encoded_route`` builds the route for a pool, if the GPU can encode and decode its pages. It also chooses how
+pages are loaded: through slabs that DMA fills with payloads or, for large pages, by a kernel that reads
+payloads in pinned host memory (``MappedLoads``). Saves always use slabs. All calls queue copies and return
+without waiting for them.
 """
 
 from __future__ import annotations
@@ -50,39 +50,41 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.gpu.coded_path")
 
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
-"""How loads through slabs are cut into layer groups.
+"""How pages are divided into layer groups for loads through slabs.
 
-No load can overlap with the computation of the last group's layers, so that group has fewer layers. With far
-fewer, the host could not launch the groups before it in time. Each group has scales of its own. They add two
-small pieces per page, or more if the codec stores smallest numbers too. Such a piece takes the link 1 us and
-the host 3 us. Pages of 2 MiB loaded in two groups reached half the throughput of whole pages. Sizes are those
-of pages before encoding.
+The last group has fewer layers, because no load can overlap with the computation of that group. If it had far
+fewer, the host could not launch the earlier groups in time.
+
+Small pages are loaded whole. Each group has its own scales, which add two small pieces per page, or more if the
+codec also stores minimums. Such a piece costs 1 us on the link and 3 us on the host. As a result, pages of
+2 MiB that were loaded in two groups reached only half the throughput of pages that were loaded whole. All sizes
+are sizes before encoding.
 """
 
 MAPPED_CUTS = (Cut((1, 1, 1, 1), 512 << 10), Cut((1, 1), 512 << 10))
-"""How loads are cut into layer groups if a kernel reads payloads in host memory (see ``MappedLoads``).
+"""How pages are divided into layer groups if a kernel reads payloads in host memory (see ``MappedLoads``).
 
-A layer group then costs only one more launch for hundreds of pages.
+These are more groups than in ``CUTS``, because each one costs only one launch for hundreds of pages.
 """
 
 MAPPED_NBYTES = 64 << 10
-"""Least bytes of codes for the K, or the V, of one layer in a page that ``MappedLoads`` loads.
+"""Minimum size in bytes of one layer's codes for K, or for V, in a page. Below it, pages are loaded through slabs.
 
-With fewer the kernel is slow: with 16 KiB (pages of 2 MiB as ``int8``) it reaches 67 % of the link's speed.
+The kernel of ``MappedLoads`` is slow with fewer bytes: at 16 KiB (pages of 2 MiB encoded as ``int8``), it
+reaches 67 % of the link's speed.
 """
 
 
 UP_NBYTES = 192 << 20
-"""Size of a slab for loads: the bytes, before encoding, of the pages it holds.
+"""Capacity of a slab for loads, in bytes of pages before encoding. Also the maximum size of the slab itself.
 
-Also the most bytes of the slab.
-
-The pages that the engine launches together fit one slab, even three quarters of the layers of 32 large pages.
-A second slab would cost the caller a driver call and a kernel launch.
+Even if pages are large, everything that the copy engine copies in one launch fits into one slab: at most 32
+pages, and at most three quarters of their layers. A second slab would cost the caller another driver call and
+another kernel launch.
 """
 
 DOWN_NBYTES = 64 << 20
-"""As ``UP_NBYTES``, but for saves. The slab is smaller because no request waits for saves."""
+"""Capacity of a slab for saves, as in ``UP_NBYTES``. It is smaller because no request waits for saves."""
 
 _ALIGNMENT = 512
 
@@ -91,11 +93,15 @@ _ALIGNMENT = 512
 class EncodedPart:
     """Layers ``[first, end)`` of an encoded page.
 
-    In a slab they are the payload of a page with only these layers.
+    In a slab they are stored as the payload of a page with only these layers.
 
-    ``layout`` is the layout of such a page, ``stride`` the bytes from one of its payloads to the next in a
-    slab. ``pieces`` has the offset of each piece in that payload, its offset in the payload of the whole
-    page, and its length, in bytes.
+    Attributes:
+        first: The first layer.
+        end: One past the last layer.
+        layout: The layout of a page with only these layers.
+        stride: Distance between payloads in a slab, in bytes.
+        pieces: For each piece of this payload: its offset in this payload, its offset in the payload of the whole
+            page, and its length, all in bytes.
     """
 
     first: int
@@ -106,9 +112,9 @@ class EncodedPart:
 
 
 def parts_of(held: HostFormat, layers: LayerGroups) -> list[EncodedPart]:
-    """Return the part of each layer group.
+    """Return the encoded part for each layer group.
 
-    The list is empty if pages are not cut, have several KV groups, or have bytes that are not encoded.
+    The list is empty if pages are not divided, have several KV groups, or have bytes that are not encoded.
     """
     codec, layout = LOSSY[held.codec], held.layout
     whole = PayloadLayout.of(layout, codec)
@@ -135,9 +141,9 @@ def _scales_nbytes(places: PayloadLayout) -> int:
 
 
 def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of the scales and smallest numbers of each plane, then of the codes of each.
+    """Yield the offset and the length in bytes of each part of a payload.
 
-    Scales and smallest numbers of length 0 are left out.
+    First come the scales and the minimums of each plane, unless they are empty, then the codes of each plane.
     """
     at = 0
     for plane in places.planes:
@@ -154,15 +160,17 @@ def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
 def encoded_route(
     pool: OwnPool | EnginePool, held: HostFormat, driver: Driver, device: torch.device
 ) -> Route | str:
-    """Return the route between slots of ``pool`` and host slots of ``held``.
+    """Return the route between the slots of ``pool`` and host slots in the format ``held``.
 
-    If the card cannot encode and decode these pages, return a string explaining why and log a warning,
-    because the CPU then does it, far below the speed of the link. Compiles kernels, which takes seconds the
-    first time on a machine.
+    Compiles kernels, which takes several seconds the first time on a machine. If the GPU cannot encode and
+    decode these pages, log a warning and return a string that says why. The caller must then let the CPU
+    encode and decode them, which is far slower than the link.
     """
     coder = _coder(pool, held, device)
     if isinstance(coder, str):
-        _log.warning("host.codec %s: the CPU codes pages, and copies are slow: %s", held.codec, coder)
+        _log.warning(
+            "host.codec %s: the CPU encodes and decodes pages, so copies are slow: %s", held.codec, coder
+        )
         return coder
     down = Ring.open(slab_nbytes(held, DOWN_NBYTES), driver, device)
     saves = _whole(down, coder, held, driver, device)
@@ -176,16 +184,19 @@ def encoded_route(
 
 
 class MappedLoads:
-    """Loads of pages, or of some of their layers, by a kernel that reads payloads in page-locked host memory.
+    """Loads whole pages, or some of their layers, with a kernel that reads payloads in pinned host memory.
 
-    They begin and end on the stream that ``load`` is given. See ``slabs.Loads``.
+    Loads start and complete on the stream passed to ``load``. See ``slabs.Loads``.
     """
 
     pieces = 0
     ends_on: torch.cuda.Stream | None = None
 
     def __init__(self, coder: Coder, card: Card, layers: tuple[int, int] | None = None) -> None:
-        """Set the coder, which must have a grid, and the layers ``[first, end)`` to load, None for all."""
+        """Set the coder, which must have a grid, and the layers ``[first, end)`` to load.
+
+        ``layers`` is None to load all layers.
+        """
         self._coder, self._card, self._layers = coder, card, layers
 
     def load(
@@ -194,9 +205,9 @@ class MappedLoads:
         """Queue the copies.
 
         Returns:
-            int32 ``[len(slots)]``, not 0 for pages whose host memory holds no payload of the codec, valid
-            once the copies have ended. Keep the array until then, because the kernel reads its table from the
-            same memory.
+            int32 ``[len(slots)]``, nonzero for pages whose host slot does not contain a valid payload of the
+            codec. The flags are valid once the copies are complete. Keep the array until then, because its
+            memory also contains the table that the kernel reads.
         """
         with self._card.using(stream):
             table, flags = fetch_table(self._card, len(slots))
@@ -208,19 +219,20 @@ class MappedLoads:
 
 
 def fetch_table(card: Card, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table and flags for ``Coder.fetch``.
+    """Allocate a table and flags for ``Coder.fetch``.
 
-    They share their memory, so keeping the flags keeps both.
+    Both are views of the same memory, so keeping one of them alive keeps both alive.
     """
-    # The table is not uploaded: that takes two more calls, and each may hand the GIL to another thread.
+    # The table is not uploaded, because that would take two more calls, each of which may hand the GIL to
+    # another thread.
     memory = card.flags(5 * pages)
     return memory[: 4 * pages].view(torch.int64), memory[4 * pages :]
 
 
 def mapped_route(name: str, coder: Coder, saves: SlabCopies, layers: LayerGroups) -> SlabRoute:
-    """Return a route that loads by ``MappedLoads`` and saves by ``saves``.
+    """Return a route that loads with ``MappedLoads`` and saves with ``saves``.
 
-    ``layers`` are the layer groups that pages are cut into. If there is only one, pages are loaded whole.
+    ``layers`` contains the layer groups for loads. With a single group, the route can only load whole pages.
     """
     card = saves.ring.card
     whole = MappedLoads(coder, card)
@@ -237,7 +249,11 @@ def _compiles_fetching(coder: Coder, held: HostFormat, card: Card, device: torch
         with torch.cuda.device(device):
             coder.compile_fetching(*fetch_table(card, 1))
     except codec_kernels.REFUSALS as error:
-        _log.warning("host.codec %s: pages come through slabs: triton cannot compile: %s", held.codec, error)
+        _log.warning(
+            "host.codec %s: pages are loaded through slabs, because triton cannot compile: %s",
+            held.codec,
+            error,
+        )
         return False
     return True
 
@@ -250,7 +266,7 @@ def _coder(pool: OwnPool | EnginePool, held: HostFormat, device: torch.device) -
     own = pool.bytes if isinstance(pool, CudaPool) else None
     found = _lots(pool, held)
     if found is None:
-        return "the layers of the engine differ in strides"
+        return "the engine's layers differ in shape or strides, or are divided into several tensors"
     codec, layout = LOSSY[held.codec], held.layout
     fetches = can_fetch(codec, layout) and smallest_tile(codec, layout, FETCH_GRID) >= MAPPED_NBYTES
     grid = FETCH_GRID if fetches else None
@@ -267,19 +283,23 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
     if isinstance(pool, CudaPool):
         return addresses.pool_strides(pool.bytes, held.layout)
     assert isinstance(pool, EnginePool)
-    return addresses.tensor_strides(pool.layers)
+    pairs = zip(pool.layers, held.layout.specs, strict=True)
+    whole = all(
+        len(layers) == spec.num_layers for layers, spec in pairs
+    )  # not with layout "BX", which divides a layer into several tensors
+    return addresses.tensor_strides(pool.layers) if whole else None
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Return the bytes of a slab with as many rows of whole pages as ``nbytes`` allow (see ``UP_NBYTES``).
+    """Return the size in bytes of a slab with a capacity of ``nbytes``, but of no less than one page.
 
-    It has at least one row.
+    See ``UP_NBYTES`` for how capacity is counted.
     """
     return max(1, nbytes // max(held.layout.blob_nbytes, held.slot_nbytes)) * held.slot_nbytes
 
 
 def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: torch.device) -> SlabCopies:
-    """Return the copies of whole payloads, in rows of the length of a host slot."""
+    """Return a ``SlabCopies`` for whole payloads. Its rows are as long as host slots."""
     carriers = [_carrier(at, held.slot_nbytes, driver, device) for at in ring.addresses]
     return SlabCopies(ring, coder, held.slot_nbytes, carriers)
 
@@ -287,9 +307,10 @@ def _whole(ring: Ring, coder: Coder, held: HostFormat, driver: Driver, device: t
 def _by_layers(
     pool: OwnPool | EnginePool, held: HostFormat, ring: Ring, driver: Driver, device: torch.device
 ) -> tuple[LayerGroups | None, list[list[SlabCopies]]]:
-    """Return layer groups and their loads, or None and an empty list if pages are only loaded whole.
+    """Return the layer groups and their loads, or None and an empty list if pages must be loaded whole.
 
-    Pages are loaded by layer groups if they are large and all of their bytes are encoded.
+    Pages can be loaded by layer group if they are large, have one KV group, and are encoded completely. Compiles
+    a kernel per group, and logs a warning if that fails.
     """
     from tierstore.gpu.quant import codec_kernels
 
@@ -306,14 +327,18 @@ def _by_layers(
             with torch.cuda.device(device):
                 coder.compile_decoding(_any_share(held, device))
         except codec_kernels.REFUSALS as error:
-            _log.warning("host.codec %s: pages come whole: triton cannot compile: %s", held.codec, error)
+            _log.warning(
+                "host.codec %s: pages are not loaded layer by layer, because triton cannot compile: %s",
+                held.codec,
+                error,
+            )
             return None, []
         groups.append([dma_copies(ring, coder, part.stride, part.pieces, driver)])
     return layers, groups
 
 
 def _any_share(held: HostFormat, device: torch.device) -> Share:
-    """Return a share to compile kernels for. Its tensors have the same types as those of all other shares."""
+    """Return a share to compile kernels with. Its tensors have the same types as those of every other share."""
     slots = np.zeros(1, dtype=np.int64)
     flags = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     rows = torch.zeros(held.slot_nbytes, dtype=torch.uint8, device=device)
@@ -322,15 +347,16 @@ def _any_share(held: HostFormat, device: torch.device) -> Share:
 
 
 def _carrier(address: int, nbytes: int, driver: Driver, device: torch.device) -> Carrier:
-    """Return the carrier between rows of a slab and host memory.
+    """Return the route between the rows of the slab at ``address`` and host memory.
 
-    It copies by DMA, or for small payloads by DMA or the copy kernel, whichever is faster.
+    Payloads are copied by DMA. For small ones, each batch may use the copy kernel instead if that is expected to
+    be faster.
     """
     rows = addresses.row_segments(address, nbytes, [(0, 0, nbytes)])
     straight = DmaRoute(rows, driver)
     if nbytes > SIZES[-1] or not KernelRoute.suits(rows):
         return straight
     options = [Option(straight, "dma", 1, nbytes)]
-    with suppress(ImportError):  # cupy comes with the extra "gpu"
+    with suppress(ImportError):  # cupy is part of the extra "gpu"
         options.append(Option(KernelRoute(rows, device), "kernel", 1, nbytes))
     return FastestRoute(options, rates_of(driver, device)) if len(options) > 1 else straight
