@@ -1,5 +1,6 @@
-"""Studies outside the wheel: the comparison with plain transformers, an engine's copies, hints, the disk's contenders.
+"""Benchmarks that are part of a checkout but not of the wheel.
 
-A study may import ``tierstore`` and ``prefetch``; neither of them imports a study. The command line finds the studies
-in a checkout (``tierstore compare``, ``tierstore bench engine``, ``tierstore bench hints``).
+They compare TierStore with plain transformers, and measure the copies of the vLLM connector, the effect of hints, and
+other ways to keep pages on a disk. A benchmark may import ``tierstore`` and ``prefetch``, but not the other way round.
+The command line loads them by name (``tierstore compare``, ``tierstore bench engine``, ``tierstore bench hints``).
 """

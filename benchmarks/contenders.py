@@ -1,4 +1,4 @@
-"""Ways to keep pages on a disk without a tier, measured beside it by ``bench nvme``: plain LMDB, and a file a page."""
+"""Alternatives to the NVMe tier that ``bench nvme`` measures too: plain LMDB, and one file per page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FilePerPage(Contender):
-    """A file a page, each made durable by itself: the simplest disk tier there is."""
+    """One file per page. Each file is synced to disk on its own, as the simplest possible disk tier would do."""
 
     def write(self) -> None:
         for index, page in enumerate(self.load.pages):
@@ -44,7 +44,10 @@ class FilePerPage(Contender):
 
 
 class PlainLmdb(Contender):
-    """LMDB as it comes: ``put`` in transactions of a batch, ``get`` through the map. Nothing is checked."""
+    """LMDB with its default options.
+
+    Each transaction puts a batch of pages. Reads copy pages from the memory map. Pages have no checksums.
+    """
 
     def __init__(self, folder: Path, load: Load) -> None:
         super().__init__(folder, load)
@@ -58,7 +61,7 @@ class PlainLmdb(Contender):
                     txn.put(synthetic_key(index), pages[index].data)
 
     def cool(self) -> None:
-        self._env.close()  # the kernel keeps what is mapped
+        self._env.close()  # the kernel does not drop mapped pages from its cache
         super().cool()
         self._env = self._open()
 
@@ -67,7 +70,7 @@ class PlainLmdb(Contender):
             with self._env.begin(buffers=True) as txn:
                 value = txn.get(synthetic_key(index))
                 if value is None:
-                    raise OSError("LMDB does not have a page that it was given")
+                    raise OSError(f"LMDB does not have page {index}, which was written to it")
                 np.copyto(out[index], np.frombuffer(value, dtype=np.uint8))
 
         self._spread(one)
@@ -80,4 +83,4 @@ class PlainLmdb(Contender):
 
 
 CONTENDERS: dict[str, Make] = {"plain LMDB": PlainLmdb, "file per page": FilePerPage}
-"""The rows of ``bench nvme`` after those of the tier and of the raw file."""
+"""Contenders by name, in the order of their rows in ``bench nvme``, after the tier and the raw file."""

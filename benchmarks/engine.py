@@ -1,9 +1,11 @@
-"""How fast the worker's half of the vLLM connector moves blocks, beside one contiguous copy: ``bench engine``.
+"""``bench engine``: how fast the worker half of the vLLM connector moves blocks, compared with a contiguous copy.
 
-Orders go in and reports come out as in an engine: 1,024 blocks a step, 32 a transfer. The tensors lie as vLLM lays
-them out; blocks lie at random on both sides. Every figure is the median of pairs: a contiguous copy of the same
-process and the blocks after it, by the clock on the wall, from the first order to the last report; the bytes are
-compared before and after.
+The benchmark passes orders to a worker half and takes its reports, as an engine does: 1,024 blocks per step, in
+transfers of 32. Tensors have vLLM's memory layouts. Blocks are in random order, in the engine and in host memory.
+
+Measurements come in pairs: a contiguous copy, and then the blocks, in the same process. The time of the blocks is
+elapsed time, from the first order to the last report. Each figure is a median over all pairs. The bytes of the blocks
+are checked before and after the measurements.
 """
 
 from __future__ import annotations
@@ -25,11 +27,10 @@ from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.bench.link import Ceiling, device_of, settle
 from tierstore.cli.bench import name_of
 from tierstore.cli.output import print_json, progress, refusals, require_memory, wide_console
-from tierstore.config import format_size
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import ConfigError
 from tierstore.page import DTYPE_NBYTES
-from tierstore.types import PageKey, Tier, Transfer
+from tierstore.types import PageKey, Tier, Transfer, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,15 +38,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Layout = Literal["LBNHC", "LBHNC", "LKBHND", "BLHNC"]
-"""Physical order of vLLM's tensors, outermost first: L layer, B block, N token, H head, K key or value, D head
-dimension, C the last two of a token beside each other. LKBHND: keys and values in planes apart."""
+"""Order of the dimensions of vLLM's tensors in memory, outermost first.
+
+L is the layer, B the block, N the token, H the head, K the choice of key or value, and D the head dimension. C stands
+for K and D together: the key of a token and head, followed by its value. In LKBHND, keys and values are in separate
+planes.
+"""
 
 LAYOUTS: tuple[Layout, ...] = ("LBNHC", "LBHNC", "LKBHND", "BLHNC")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model's KV cache on one rank."""
+    """The shape of a model's KV cache on one rank."""
 
     num_layers: int
     num_kv_heads: int
@@ -55,14 +60,17 @@ class Shape:
 
     @property
     def block_nbytes(self) -> int:
-        """K and V of all layers."""
+        """Size of a block in bytes: K and V of its tokens in all layers."""
         numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size
         return numbers * DTYPE_NBYTES[self.dtype]
 
 
 def tensors_of(layout: Layout, shape: Shape, blocks: int, device: torch.device) -> list[torch.Tensor]:
-    """A tensor a layer, in one piece of memory: vLLM's view ``[B, H, N, C]`` of the physical order, or
-    ``[K, B, H, N, D]`` where the planes are apart."""
+    """Return one tensor per layer. All of them share one contiguous allocation in the order of ``layout``.
+
+    The shape of a tensor is vLLM's: ``[B, H, N, C]``, or ``[K, B, H, N, D]`` if keys and values are in separate
+    planes. The contents are undefined.
+    """
     dtype = getattr(torch, shape.dtype)
     sizes = {
         "L": shape.num_layers,
@@ -80,37 +88,46 @@ def tensors_of(layout: Layout, shape: Shape, blocks: int, device: torch.device) 
 
 _STEP_BLOCKS = 1024
 _COMPARED_NBYTES = 256 << 20
-"""Of a piece of what is compared."""
+"""Number of bytes that are compared at a time."""
 _PATIENCE_S = 600.0
 _STEP_S = 0.001
-"""vLLM's own pause after a step that had nothing to compute."""
+"""Seconds that vLLM pauses after a step that computes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One figure. Rates in 10^9 bytes a second; ``ratio``: of the pairs, not of the medians."""
+    """One row of the benchmark: copies in one direction with one layout. Rates are in GB/s (10^9 bytes/s).
+
+    ``gbps`` is the median throughput of the blocks, and ``ceiling_gbps`` that of the contiguous copies. ``ratio`` is
+    the median of the ratios of the pairs, not the ratio of the two medians. ``path`` names the copy route that moved
+    most of the batches.
+    """
 
     layout: Layout
     direction: Literal["h2d", "d2h"]
     piece_bytes: int
-    """Of a block, as far as its bytes are neighbours in the engine's memory."""
+    """Size in bytes of each contiguous piece of a block in the engine's memory."""
     num_pieces: int
+    """Number of pieces of all blocks together."""
     gbps: float
     ceiling_gbps: float
     ratio: float
     path: str
     worker_ms: float
-    """CPU time of the worker's own thread, all calls of all steps together."""
+    """CPU time in ms that the calls to the worker half take in the engine's thread, over all steps."""
     worker_share: float
-    """As a part of what the copies take."""
+    """The same CPU time, as a fraction of the elapsed time."""
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row as a mapping of plain values, for JSON."""
         return asdict(self)
 
 
 def host_nbytes(device: str, shape: Shape, blocks: int) -> int:
-    """Memory that a layout's rows and their ceiling take, where the device is the CPU for both ends and the checks."""
+    """Return how much host memory the measurement of one layout needs, in bytes.
+
+    With ``device`` "cpu", this includes the engine's tensors and the copies for the checks.
+    """
     total = blocks * shape.block_nbytes
     return 3 * total if device != "cpu" else 8 * total
 
@@ -118,9 +135,22 @@ def host_nbytes(device: str, shape: Shape, blocks: int) -> int:
 def engine_rows(
     device: str, shape: Shape, blocks: int, pairs: int, ceiling: Ceiling, layouts: Sequence[Layout] = LAYOUTS
 ) -> list[EngineRow]:
-    """Out of the engine's blocks and back, layout by layout.
+    """Measure copies out of the engine's blocks and back into them, one layout at a time.
 
-    ConfigError for a device that is not there, or memory that cannot be page-locked; RuntimeError if bytes differ.
+    Args:
+        device: Device of the engine's tensors, such as "cuda:0".
+        shape: Shape of the KV cache.
+        blocks: Number of blocks, all of which are copied.
+        pairs: Number of measured pairs per row.
+        ceiling: The contiguous copies.
+        layouts: The layouts to measure.
+
+    Returns:
+        Two rows per layout: device to host, then host to device.
+
+    Raises:
+        ConfigError: The device does not exist, or host memory cannot be page-locked.
+        RuntimeError: A copy failed, or bytes differ after the copies.
     """
     found: list[EngineRow] = []
     for layout in layouts:
@@ -133,7 +163,7 @@ def engine_rows(
 
 
 class EngineRig:
-    """An engine's tensors of ``blocks`` blocks, and a worker's half with as many slots of host memory."""
+    """An engine's tensors with ``blocks`` blocks, and a worker half with as many slots in host memory."""
 
     def __init__(self, device: str, layout: Layout, shape: Shape, blocks: int) -> None:
         self.device = device_of(device)
@@ -143,7 +173,7 @@ class EngineRig:
             tensors, num_blocks=blocks, block_size=shape.block_size, identity="tierstore-bench", shard=0
         )
         self.pages = [tensor[:, 0] for tensor in self.kv_layout.pages.tensors]
-        """A layer's blocks: ``[blocks, pieces, elements]``."""
+        """The blocks of each layer, ``[blocks, pieces, elements]``."""
         host = {"capacity": blocks * shape.block_nbytes, "pin": "never" if device == "cpu" else "always"}
         config = Settings.of({"config": {"host": host}}).of_rank(1, None, device)
         self.half = WorkerHalf.open(config, self.kv_layout, 0)
@@ -152,7 +182,7 @@ class EngineRig:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """How many a block consists of, and the bytes of one."""
+        """Number of contiguous pieces that a block consists of, and the size of a piece in bytes."""
         nbytes = self.pages[0].element_size()
         runs: list[tuple[int, int]] = []
         for layer in self.pages:
@@ -163,7 +193,10 @@ class EngineRig:
         return number, self.block_nbytes // number
 
     def orders(self, dst: Tier, host: NDArray[np.int64], there: NDArray[np.int64]) -> list[Orders]:
-        """What the scheduler's half would say, step by step, to move these pairs of slots."""
+        """Return, for each step, the orders that copy between host slots ``host`` and blocks ``there``.
+
+        Slots and blocks are paired by position. ``dst`` is the tier that the pages are copied to.
+        """
         transfers = []
         for start in range(0, len(host), BATCH_PAGES):
             part = slice(start, start + BATCH_PAGES)
@@ -179,7 +212,14 @@ class EngineRig:
         return [Orders(before=step) if dst == Tier.HBM else Orders(after=step) for step in steps]
 
     def run(self, orders: Sequence[Orders]) -> tuple[float, float]:
-        """Seconds until all has been reported, and the CPU time of the calls. RuntimeError if a copy failed."""
+        """Execute orders until all their transfers have been reported.
+
+        Returns:
+            The elapsed time, and the CPU time of the calls to the worker half, both in seconds.
+
+        Raises:
+            RuntimeError: A copy failed.
+        """
         settle(self.device)
         left = sum(len(step.before) + len(step.after) for step in orders)
         start, busy = perf_counter(), 0.0
@@ -193,13 +233,13 @@ class EngineRig:
         return perf_counter() - start, busy
 
     def batches(self) -> dict[str, int]:
-        """How many went by each route so far, where there are several."""
+        """Return how many batches each copy route has moved so far. Empty if there is only one route."""
         hbm = self.half.stats()["hbm"]
         assert isinstance(hbm, dict)
         return dict(hbm.get("batches", {}))
 
     def path(self, before: dict[str, int]) -> str:
-        """By which route most has gone since ``before``."""
+        """Return the copy route that has moved the most batches since ``batches`` returned ``before``."""
         hbm = self.half.stats()["hbm"]
         assert isinstance(hbm, dict)
         since = {name: number - before.get(name, 0) for name, number in self.batches().items()}
@@ -207,18 +247,18 @@ class EngineRig:
         return most if most and since[most] else str(hbm["copies"])
 
     def close(self) -> None:
-        """Unlocks the memory."""
+        """Close the worker half, which unlocks and frees its host memory."""
         self.half.close(_PATIENCE_S)
 
     def _step(self, orders: Orders) -> int:
-        """One step of an engine that computes nothing; transfers that were reported."""
+        """Run one step that computes nothing. Return the number of transfers that were reported."""
         self.half.begin(orders)
         self.half.go()
         self.half.end()
         report = self.half.report()
         acks = () if report is None else report.acks[0]
         if any(not ack.ok for ack in acks):
-            raise RuntimeError("a copy failed")
+            raise RuntimeError("the worker half reported a copy that failed")
         return len(acks)
 
     def _wait_pinned(self) -> None:
@@ -231,7 +271,7 @@ class EngineRig:
             if not host["pinning"]:
                 return
             sleep(0.01)
-        raise ConfigError(f"host memory was not page-locked in {_PATIENCE_S:.0f} s")
+        raise ConfigError(f"host memory was not page-locked within {_PATIENCE_S:.0f} s; use fewer --blocks")
 
 
 def _measured(rig: EngineRig, layout: Layout, pairs: int, ceiling: Ceiling) -> list[EngineRow]:
@@ -287,7 +327,7 @@ def _row(
 
 
 def _fill(rig: EngineRig) -> None:
-    """Random bytes, without numbers that compare with nothing."""
+    """Fill the blocks with small random integers, which cannot be NaN: NaN is not equal to itself."""
     for layer in rig.pages:
         layer.copy_(torch.randint(-100, 100, layer.shape, dtype=torch.int8, device=rig.device))
 
@@ -300,7 +340,7 @@ def _empty(rig: EngineRig) -> None:
 def _require_right(
     rig: EngineRig, before: Sequence[torch.Tensor], source: NDArray[np.int64], target: NDArray[np.int64]
 ) -> None:
-    """What was in the blocks ``source`` is in the blocks ``target``."""
+    """Raise RuntimeError unless blocks ``target`` now have the contents that blocks ``source`` had in ``before``."""
     settle(rig.device)
     old, new = (torch.from_numpy(side).to(rig.device) for side in (source, target))
     step = max(1, _COMPARED_NBYTES * len(rig.pages) // rig.block_nbytes)
@@ -308,7 +348,9 @@ def _require_right(
         part = slice(start, start + step)
         for layer, was in zip(rig.pages, before, strict=True):
             if not torch.equal(layer[new[part]], was[old[part]]):
-                raise RuntimeError("bytes differ after copies out of an engine's blocks and back")
+                raise RuntimeError(
+                    "bytes differ after copies out of the engine's blocks and back, so the figures are invalid"
+                )
 
 
 def run(
@@ -348,9 +390,9 @@ def run(
 
 
 def _layouts_of(text: str) -> list[Layout]:
-    """ConfigError for a name that is none."""
+    """Parse a comma-separated list of layouts. Raises ConfigError for an unknown name."""
     names = text.split(",")
     for name in names:
         if name not in LAYOUTS:
-            raise ConfigError(f"--layouts must be some of {', '.join(LAYOUTS)}, got {name!r}")
+            raise ConfigError(f"each of --layouts must be one of {', '.join(LAYOUTS)}, got {name!r}")
     return cast("list[Layout]", names)

@@ -1,6 +1,6 @@
-"""Documents that a model answers questions over, for ``bench hints``: an answer is the first token and what follows."""
+"""The documents of ``bench hints`` with a model: it answers questions, and the time to the first token is measured."""
 
-# transformers leaves some of its functions untyped:
+# Some functions of transformers have no types:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
 
 QUESTION = 16
-"""Tokens of a question."""
+"""Number of tokens in a question."""
 ANSWER = 8
-"""Tokens of an answer, the first of which is timed."""
+"""Number of tokens in an answer. Only the time until the first one is measured."""
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """In float32, from a folder on this machine."""
+    """Load a model in float32 from a local folder, without access to the network."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
     )
@@ -45,7 +45,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
 
 
 def llama_8b(layers: int) -> LlamaConfig:
-    """The shape of Llama 3.1 8B, which has 32 layers."""
+    """Return the config of a model with the shape of Llama 3.1 8B, except for the number of layers (Llama has 32)."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -59,7 +59,7 @@ def llama_8b(layers: int) -> LlamaConfig:
 
 
 def random_model(config: LlamaConfig, device: str) -> PreTrainedModel:
-    """Random weights in bfloat16, the same each time."""
+    """Create a model with random weights in bfloat16. The weights are the same in every run."""
     torch.manual_seed(0)
     config._attn_implementation = ATTENTION
     config.dtype = torch.bfloat16
@@ -75,30 +75,44 @@ def random_model(config: LlamaConfig, device: str) -> PreTrainedModel:
 
 
 def spec_of(model: PreTrainedModel, page_size: int) -> PageSpec:
-    """The pages of this very model."""
+    """Return the page specification of the model. Its identity is a digest of the weights."""
     return page_spec(model.config, page_size, model.dtype, model_identity(model))
 
 
 def spec_of_random(model: PreTrainedModel, page_size: int) -> PageSpec:
-    """The same, without reading the weights."""
+    """Return the page specification of a model with random weights, without reading these for the identity."""
     return page_spec(model.config, page_size, model.dtype, "random")
 
 
 def texts(folder: Path, files: Sequence[Path], documents: int, tokens: int) -> list[list[int]]:
-    """Token ids of so many pieces of these texts, one after the other. ValueError if they are too short."""
+    """Cut the texts of ``files`` into consecutive documents of ``tokens`` token IDs each.
+
+    Raises:
+        ValueError: The texts are too short.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ids: list[int] = []
     for file in files:
         ids += tokenizer(file.read_text(errors="replace"), verbose=False)["input_ids"]
         if len(ids) >= documents * tokens:
             return [ids[start * tokens : (start + 1) * tokens] for start in range(documents)]
-    raise ValueError(f"the texts have {len(ids)} tokens, but {documents * tokens} are needed")
+    raise ValueError(
+        f"the texts have {len(ids)} tokens, but {documents * tokens} are needed; give more --docs or lower --tokens"
+    )
 
 
 class Answers:
-    """``documents``: token ids; each but its last tokens is in the store, and these are the question.
+    """A library of documents about which a model answers questions.
 
-    ``computed`` False: the pages hold random numbers that nobody computed, as good as others to be read.
+    The last ``QUESTION`` tokens of each document are the question. The pages of the tokens before them are put into
+    the store on creation.
+
+    Args:
+        store: The store.
+        model: The model.
+        documents: Token IDs of each document.
+        computed: Whether the model computes the pages. If False, the pages are filled with random numbers, which take
+            as long to load.
     """
 
     def __init__(
@@ -122,13 +136,13 @@ class Answers:
         store.flush()
 
     def ask(self, number: int) -> Answer:
-        """The document and its last tokens as a question; greedy."""
+        """Answer the question about a document by greedy decoding, and measure the time to the first token."""
         seconds, tokens = self._run(self._prompts[number], ANSWER, "read-only")
         return Answer(seconds, tuple(tokens))
 
     @torch.no_grad()
     def _run(self, ids: list[int], length: int, storing: Storing) -> tuple[float, list[int]]:
-        """Seconds until the first new token is on the host, and the first ``length``."""
+        """Generate ``length`` tokens. Return the seconds until the first token is on the host, and all tokens."""
         model: Any = self._model
         begin = perf_counter()
         first, found = 0.0, []

@@ -1,9 +1,12 @@
-"""How soon a document below HBM answers with a hint in good time, with a late one, and without: ``bench hints``.
+"""``bench hints``: how soon a question about a document below HBM is answered, with and without a hint.
 
-Real copies through a store with an attached prefetcher. A ``Library`` says how a document is asked, so that pages
-alone (an answer is a lease that is ready) and a model that answers over them are measured alike. Every case has had
-the same before its clock runs: its document was asked twice (what is compiled or planned at first is), nothing was
-done for ``REST_S``, and Python's collector does not look at what was there before the first answer.
+A hint comes in time, late, or not at all. The store makes real copies and has a prefetcher attached. A ``Library`` says
+how to ask about a document. An answer is either a lease whose pages have all been loaded, or the output of a model that
+reads the pages.
+
+All cases are measured under the same conditions. Each document is asked about twice in advance, so that everything that
+is compiled or planned on first use is ready. Before each measured answer, nothing is asked for ``REST_S`` seconds.
+Objects that exist before the first answer are excluded from Python's garbage collection.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from tierstore.bench.link import device_of
 from tierstore.cli.bench import name_of
 from tierstore.cli.output import print_json, progress, refusals, require_folder, wide_console
 from tierstore.cli.studies import PAGE_SIZE
-from tierstore.config import format_size, load_config
+from tierstore.config import load_config
 from tierstore.demo.documents import COMMON_LICENCES, require_texts
 from tierstore.demo.model import ModelError, model_folder
 from tierstore.errors import ConfigError
 from tierstore.gpu.pool import GroupedPages
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
-from tierstore.types import Hint, Tier
+from tierstore.types import Hint, Tier, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -41,28 +44,45 @@ if TYPE_CHECKING:
 
 Case = Literal["resident", "none", "late", "ahead"]
 CASES: tuple[Case, ...] = ("resident", "none", "late", "ahead")
-"""Pages in HBM; below it and no hint; a hint half of the loading time before; one longer than that before."""
+"""The cases that are compared.
+
+In "resident", the pages are in HBM before the question. In the other cases, they are below HBM. "none" has no hint. In
+"late", a hint precedes the question by half of the loading time. In "ahead", a hint precedes the question by more than
+the loading time.
+"""
 
 LATE, AHEAD = 0.5, 1.25
 AHEAD_S = 0.05
-"""Leads, in loading times of the document; the longer one and so many seconds."""
+"""Leads of hints, the times by which they precede the question.
+
+The lead is ``LATE`` times the document's loading time in the case "late", and ``AHEAD`` times the loading time plus
+``AHEAD_S`` seconds in the case "ahead".
+"""
 REST_S = 0.5
-"""Before every answer nothing is asked so long, a hint's lead included: a card's clocks fall for all cases alike."""
+"""Seconds without a question before each measured answer, including the lead of a hint.
+
+This way, the clocks of an idle GPU slow down equally in all cases.
+"""
 _LOADS, _LOADS_S = 3, 3.0
-"""The loading time is the median of so many loads, or of those that began within so many seconds."""
+"""The loading time is the median of at most ``_LOADS`` loads. No further load starts after ``_LOADS_S`` seconds."""
 _WARM = 2
 PATIENCE_S = 600.0
 
 
 class Answer(NamedTuple):
-    """``seconds`` until it was there; ``content``: equal for equal answers."""
+    """An answer, and how long it took.
+
+    Attributes:
+        seconds: Time in seconds until the lease was ready or the first token was known.
+        content: A value that is equal for equal answers.
+    """
 
     seconds: float
     content: Hashable
 
 
 class Asked(NamedTuple):
-    """A case of a round, and the lead that its hint had, 0 without one."""
+    """The answer in one case, and the lead of its hint in seconds. The lead is 0 without a hint."""
 
     answer: Answer
     lead_s: float
@@ -72,27 +92,37 @@ Round = dict[Case, Asked]
 
 
 class Library(Protocol):
-    """Documents in a store."""
+    """Documents in a store, with a method to ask questions about them."""
 
     store: TierStore
 
     @property
     def documents(self) -> Sequence[Sequence[PageKey]]:
-        """The keys of their pages."""
+        """The keys of the pages of each document."""
         ...
 
     def ask(self, number: int) -> Answer:
-        """Takes a lease on a document and answers. Nothing is left to do for it then, on the device neither."""
+        """Acquire a document's pages, and answer. On return, the device has no work left for the answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HintRow:
-    """One case. Seconds are medians; ``ratio`` is the median, ``spread`` the least and most, over pairs.
+    """The results of one case, over all rounds of all documents.
 
-    ``ratio`` is to the pair's resident answer; of "late" to what it could be at best, the pair's answer without a hint
-    less the lead, or the resident one if that is longer. ``load_s``: a lease on the document, without a model and
-    without a hint. ``equal``: every answer was that of the case without hints.
+    Attributes:
+        source: Name of the tier that the documents are in before each question, except in the case "resident".
+        case: The case.
+        nbytes: Size of a document's pages in bytes.
+        load_s: Median of the seconds to load a document, without a model and without a hint.
+        lead_s: Median of the seconds between the hint and the question. 0 without a hint.
+        seconds: Median of the seconds until the answer.
+        ratio: Median of the ratios of an answer's time to a reference time of the same round. The reference is the
+            time of the resident answer. For "late", it is the best possible time: the time without a hint minus
+            the lead, but at least the time of the resident answer.
+        spread: The smallest and the largest of these ratios.
+        pairs: Number of these ratios.
+        equal: Whether each answer was the same as the answer without a hint in its round.
     """
 
     source: str
@@ -107,16 +137,27 @@ class HintRow:
     equal: bool
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row as a mapping of plain values, for JSON."""
         return asdict(self)
 
 
 def hint_rows(
     library: Library, source: Tier, rounds: int, nbytes: int, note: Callable[[Round], None]
 ) -> list[HintRow]:
-    """All cases of every document, ``rounds`` times, one beside the other in an order that changes.
+    """Measure all cases of every document ``rounds`` times. The order of the cases changes from round to round.
 
-    ``note`` is told each round of a document once it is over.
+    Args:
+        library: The documents.
+        source: The tier that the documents are in before each question.
+        rounds: Number of measurements of each case per document.
+        nbytes: Size of a document's pages in bytes.
+        note: Called with the answers of each round of a document.
+
+    Returns:
+        One row per case.
+
+    Raises:
+        RuntimeError: The documents cannot be brought to ``source``, or the prefetcher had an error.
     """
     numbers = range(len(library.documents))
     with Prefetcher.attach(library.store) as prefetcher, measurement.at_rest():
@@ -131,29 +172,36 @@ def hint_rows(
                 found.append({case: _asked(library, number, source, case, load_s) for case in order})
                 note(found[-1])
         if prefetcher.stats()["faults"]:
-            raise RuntimeError("the prefetcher met an error; its log says which")
+            raise RuntimeError(
+                "the prefetcher had an error, so the figures are invalid; see its log messages"
+            )
     return [_row(case, found, source, nbytes, load_s) for case in CASES]
 
 
 def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
-    """The document's pages are in ``tier``, saved below it, and nowhere above it. RuntimeError if that cannot be."""
+    """Bring a document's pages to ``tier``, and remove their copies above it.
+
+    Raises:
+        RuntimeError: Not all pages are in the tier afterwards.
+    """
     wanted = (tier,) * len(keys)
     if tier == Tier.HBM:
         _lease(store, keys)
     else:
-        store.demote(keys, Tier.HOST)  # not evicted: without a disk a page may be in HBM alone yet
+        store.demote(keys, Tier.HOST)  # do not evict: without a disk, a page may be in HBM only
         store.drain(PATIENCE_S)
     if tier > Tier.HBM and store.match(keys).tiers != wanted:
         store.demote(keys, _lowest(store))
         store.drain(PATIENCE_S)
-        if tier == Tier.HOST:  # where pages stay on their way up
+        if tier == Tier.HOST:  # a load into HBM leaves a copy in host memory
             _lease(store, keys)
             store.evict(keys, Tier.HBM)
     tiers = store.match(keys).tiers
     if tiers != wanted:
         places = {each.name: tiers.count(each) for each in sorted(set(tiers))}
         raise RuntimeError(
-            f"{len(keys)} pages cannot all be brought to {tier.name}: {places or 'none is there'}"
+            f"not all of {len(keys)} pages could be brought to {tier.name}; pages found: "
+            f"{', '.join(f'{number} in {name}' for name, number in places.items()) or 'none'}"
         )
 
 
@@ -169,7 +217,7 @@ def _lease(store: TierStore, keys: Sequence[PageKey]) -> None:
 
 
 def _loads(library: Library, number: int, source: Tier) -> list[float]:
-    """Seconds from a look-up to the last page in HBM, of several."""
+    """Load a document several times. Return the seconds from each ``acquire`` until all pages are in HBM."""
     keys, found = library.documents[number], list[float]()
     begin = perf_counter()
     while len(found) < _LOADS and (not found or perf_counter() - begin < _LOADS_S):
@@ -182,7 +230,10 @@ def _loads(library: Library, number: int, source: Tier) -> list[float]:
 
 
 def _asked(library: Library, number: int, source: Tier, case: Case, load_s: float) -> Asked:
-    """Where the last answer left a document in HBM, the resident case reads nothing again."""
+    """Measure one case for one document.
+
+    In the case "resident", pages that the previous answer left in HBM are not loaded again.
+    """
     store, keys = library.store, tuple(library.documents[number])
     place(store, keys, Tier.HBM if case == "resident" else source)
     lead = {"late": LATE * load_s, "ahead": AHEAD * load_s + AHEAD_S}.get(case, 0.0)
@@ -222,7 +273,7 @@ _AT_ONCE = 32
 
 
 def page_spec(layers: int) -> PageSpec:
-    """Pages of 64 tokens, 8 KV heads of 128 numbers of 2 bytes: 8 MiB with 32 layers."""
+    """Return a page specification: 64 tokens, 8 KV heads, head dimension 128, bfloat16. 32 layers take 8 MiB."""
     return PageSpec(
         num_layers=layers, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="bench hints"
     )
@@ -231,7 +282,15 @@ def page_spec(layers: int) -> PageSpec:
 def open_store(
     spec: PageSpec, pages: int, documents: int, device: str, place: Path | None = None
 ) -> TierStore:
-    """HBM for one document and a little, host memory for all, and NVMe for all if there is a place for it."""
+    """Open a store with HBM for a little more than one document, and host memory for all documents.
+
+    Args:
+        spec: The page specification.
+        pages: Number of pages per document.
+        documents: Number of documents.
+        device: Device of the HBM pages.
+        place: Directory of an NVMe tier that holds all documents. None for a store without one.
+    """
     nbytes = spec.page_nbytes
     spare = max(4, pages // 16)
     host: dict[str, object] = {"capacity": (documents * pages + 2 * spare) * nbytes}
@@ -248,7 +307,7 @@ def open_store(
 
 
 def put(store: TierStore, keys: Sequence[PageKey], write: Callable[[torch.Tensor], object]) -> list[int]:
-    """Fills pages one after the other and seals them; a sum of the bits of each."""
+    """Put pages, which ``write`` fills one after another, and return the sum of each page (see ``summed``)."""
     tensor, sums = pages_of(store), []
     for start in range(0, len(keys), _AT_ONCE):
         with store.acquire(keys[max(0, start - 1) : start]) as parent:
@@ -262,20 +321,20 @@ def put(store: TierStore, keys: Sequence[PageKey], write: Callable[[torch.Tensor
 
 
 def pages_of(store: TierStore) -> torch.Tensor:
-    """The HBM pages of a store of one KV group."""
+    """Return the HBM pages of a store with a single KV group. Raises TypeError if it has several."""
     if isinstance(store.pages, GroupedPages):
-        raise TypeError("the store has pages of several KV groups, expected one")
+        raise TypeError("the store must have a single KV group, got several")
     return store.pages
 
 
 def summed(tensor: torch.Tensor, slots: Sequence[int]) -> list[int]:
-    """A sum of every page's bits, taken as whole numbers of 16."""
+    """Return the sum of each page, whose bytes are read as 16-bit integers."""
     sums = [tensor[slot].view(torch.int16).sum(dtype=torch.int64) for slot in slots]
     return [int(total) for total in torch.stack(sums).tolist()] if sums else []
 
 
 class Pages:
-    """``documents`` of so many pages of random bits, put into a store and saved."""
+    """A library of documents with random contents, without a model. ``__init__`` puts the documents into the store."""
 
     def __init__(self, store: TierStore, documents: int, pages: int, page_size: int) -> None:
         self.store = store
@@ -285,7 +344,7 @@ class Pages:
         store.flush()
 
     def ask(self, number: int) -> Answer:
-        """A lease on all pages; the answer is whether each has the bytes that were put."""
+        """Acquire all pages of a document. The answer is whether the sum of each page is still the same."""
         begin = perf_counter()
         with self.store.acquire(self.documents[number]) as lease:
             lease.wait(PATIENCE_S)
@@ -309,10 +368,10 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
 
     Opened = Callable[[PageSpec, int, Tier], TierStore]
-    """A store for a document of so many pages that lies in the tier."""
+    """Opens a store, given a page specification, the pages per document, and the tier that holds the documents."""
 
     Shelf = Callable[[int, Tier], Library]
-    """Documents of so many tokens that lie in the tier."""
+    """Creates a library, given the tokens per document and the tier that holds the documents."""
 
 
 def run(
@@ -349,7 +408,7 @@ def run(
 
 
 def _require_given(model: str, device: str, docs: list[Path], place: Path | None) -> None:
-    """ConfigError for what cannot be done, before a model is loaded for it."""
+    """Raise ConfigError for invalid options, before a model is loaded."""
     device_of(device)
     if docs and model in ("none", "random"):
         raise ConfigError(
@@ -361,7 +420,7 @@ def _require_given(model: str, device: str, docs: list[Path], place: Path | None
 
 
 def _rows(library: Library, source: Tier, rounds: int) -> list[HintRow]:
-    """Of the documents of one tier. Closes their store."""
+    """Measure how soon questions about documents in ``source`` are answered, and close the store."""
     nbytes = len(library.documents[0]) * _page_nbytes(library.store)
     with library.store:
         return hint_rows(library, source, rounds, nbytes, partial(_say, source.name))
@@ -370,7 +429,7 @@ def _rows(library: Library, source: Tier, rounds: int) -> list[HintRow]:
 def _shelf(
     model: str, device: str, documents: int, layers: int, docs: list[Path] | None, scratch: Path
 ) -> Shelf:
-    """What opens documents of so many tokens, in a store of their own that ends at the tier in which they lie."""
+    """Return a function that creates a library, whose store has no tier below the one that the documents are in."""
 
     def opened(spec: PageSpec, pages: int, source: Tier) -> TierStore:
         place = scratch / source.name if source.name == "NVME" else None
@@ -405,7 +464,7 @@ def _of_random_model(opened: Opened, device: str, documents: int, layers: int) -
 
 
 def _of_texts(opened: Opened, model: str, device: str, documents: int, docs: list[Path] | None) -> Shelf:
-    """ConfigError where there is no such model."""
+    """Load the model, and return a function that creates a library of texts. Raises ConfigError on failure."""
     from benchmarks import hinted_model as models
 
     files = docs or sorted(COMMON_LICENCES.glob("*"))
@@ -427,7 +486,7 @@ def _of_texts(opened: Opened, model: str, device: str, documents: int, docs: lis
 
 
 def _say(source: str, asked: Round) -> None:
-    """A round is over."""
+    """Print the times of one round."""
     told = [
         f"{case} {each.answer.seconds:.4f}" + (f" (hint {each.lead_s:.4f} before)" if each.lead_s else "")
         for case, each in asked.items()

@@ -1,6 +1,6 @@
-"""Real models answer over the store as they do without it: every case of ``generate``, token by token.
+"""``tierstore compare``: checks that real models answer with the store as they do without it, token by token.
 
-``subject`` is a model in float32 with and without the store, and what it is asked; ``comparison`` asks one request both
-ways and counts what the model computes; ``cases`` are all of them; ``verdicts`` judges the answers and shows the table;
-``command`` runs them for ``tierstore compare``.
+All modes of ``generate`` are compared. ``subject`` runs a model in float32 with and without the store, and defines the
+requests. ``comparison`` makes one request both ways and counts the tokens that the model computes. ``cases`` contains
+all cases. ``verdicts`` compares the answers and prints the table. ``command`` runs everything.
 """

@@ -1,6 +1,7 @@
-"""All cases of one model, in two stores: its own pages, and pages that hold a draft model's K/V too.
+"""All cases of one model.
 
-One of them is a chat of several turns: each computes its new tokens and one more, also after a fork inside a page.
+There are two stores. The pages of one contain K and V of the model, and the pages of the other also contain K and V of
+a draft model. A case is a function that makes requests to one of them and yields a row for each request.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from tierstore.types import Tier
 
 TURNS = 6
 FORK = 3
-"""The turn that takes back the end of the one before it and asks something else."""
+"""Number of the turn that forks the session: it drops the end of the previous turn and asks another question."""
 AWAY = 5
-"""The turn before which the conversation goes to NVMe."""
+"""Number of the turn before which the pages of the conversation are demoted to NVMe."""
 
 
 def chat(run: Comparison, texts: Sequence[Prompt], sizes: Sizes) -> Iterator[Row]:
-    """A row for each turn; every answer is held against the whole conversation computed anew."""
+    """Hold a chat of several turns, and yield a row for each turn.
+
+    Each answer is compared with that of the model without the store, which computes the whole conversation again. With
+    the store, a turn may compute only its new tokens and one more, even after a fork inside a page.
+    """
     with PrefixCache(run.store, run.subject.model, salt=b"chat", timeout_s=PATIENCE_S) as chats:
         session, begin = chats.session("first"), sizes.short // 2
         for turn in range(1, TURNS + 1):
@@ -50,7 +55,7 @@ def chat(run: Comparison, texts: Sequence[Prompt], sizes: Sizes) -> Iterator[Row
 
 
 def _turn(run: Comparison, session: Session, text: Prompt, name: str, sizes: Sizes) -> Row:
-    """Append ``text``, have it answered, append the answer."""
+    """Append ``text`` to the session, generate the answer, append it, and return the row."""
     session.append(text)
     question = Question((session.tokens,), sizes.new)
     run.say(name)
@@ -78,13 +83,13 @@ def _turn(run: Comparison, session: Session, text: Prompt, name: str, sizes: Siz
 
 
 def _piece(text: Prompt, number: int, length: int) -> Prompt:
-    """A piece of a text; of a short one they come again."""
+    """Return ``length`` tokens of a text for turn ``number``. In a short text, pieces of different turns overlap."""
     first = number * length % (len(text) - length)
     return text[first : first + length]
 
 
 def _inside_a_page(session: Session, sizes: Sizes) -> int:
-    """A place in the last question, not at a page's end."""
+    """Return a position in the last question that is not a page boundary."""
     place = len(session.tokens) - sizes.new - sizes.turn // 2
     return place - 1 if place % sizes.page == 0 else place
 
@@ -93,7 +98,7 @@ Texts = Sequence[Prompt]
 
 
 def greedy(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """Cold, warm, and from each tier below."""
+    """Answer one prompt greedily: before it is stored, and then with its pages in HBM, in host memory and on NVMe."""
     question = _long(texts, sizes)
     most = sizes.stored(sizes.long)
     yield run.ask(Request("greedy, cold", question))
@@ -106,7 +111,7 @@ def greedy(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def batch(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """After ``greedy``: the first prompt is stored."""
+    """Answer four prompts of different lengths as one batch, twice. ``greedy`` must have stored the first prompt."""
     question = mixed_batch(texts, sizes)
     start = min(question.paddings[-1], sizes.stored(sizes.long))
     least = sum(start - pad for pad in question.paddings if pad < start)
@@ -118,7 +123,7 @@ def batch(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def samples(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """Several answers to one prompt, drawn with a fixed seed."""
+    """Sample several answers to one prompt with a fixed seed, without and with stored pages."""
     question = Question((texts[1][: sizes.short],), sizes.new, "samples", sizes.samples)
     yield run.ask(Request(f"{sizes.samples} samples, cold", question, salt=b"samples"))
     yield run.ask(
@@ -132,7 +137,7 @@ def samples(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def beams(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """All beams are returned and compared."""
+    """Answer one prompt by beam search, without and with stored pages. All beams are compared."""
     question = _beams(texts, sizes)
     yield run.ask(Request(f"{sizes.beams} beams, cold", question, salt=b"beams"))
     yield run.ask(
@@ -141,7 +146,7 @@ def beams(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def chunks(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """Prefill in chunks, of nothing and of a prompt that leaves a stored one inside a page."""
+    """Prefill in chunks: a prompt that is not stored, and a prompt that diverges from a stored one inside a page."""
     name = f"prefill in chunks of {sizes.chunk}"
     yield run.ask(Request(f"{name}, cold", _long(texts, sizes), salt=b"chunks", chunk=sizes.chunk))
     prompt = forks_inside_a_page(texts[0], texts[2], sizes)
@@ -155,7 +160,7 @@ def chunks(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def rollback(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """Answer, take back the answer and a piece of the prompt, go on differently in the same cache."""
+    """Answer a prompt, remove the answer and the prompt's end from the cache, and continue with other tokens."""
     first = _short(texts, sizes)
     prompt = first.prompts[0]
     kept = len(prompt) - sizes.page - sizes.inside
@@ -189,7 +194,7 @@ def rollback(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
 
 
 def assisted(run: Comparison, texts: Texts, sizes: Sizes) -> Iterator[Row]:
-    """Drafts of a smaller model, whose K/V are in the same pages."""
+    """Answer with a draft model, whose K and V are also in the pages: first cold, then from HBM and from NVMe."""
     question = _short(texts, sizes)
     warm = Request("draft model, warm", question, assisted=True, least_reused=sizes.stored(sizes.short))
     yield run.ask(Request("draft model, cold", question, assisted=True))
@@ -213,7 +218,17 @@ def compare(
     own: Sequence[Case] = OWN,
     drafted: Sequence[Case] = DRAFTED,
 ) -> Iterator[Row]:
-    """Yield a row for each case. ``folder``: where the disk tiers are made."""
+    """Run all cases of a model, and yield their rows.
+
+    Args:
+        subject: The model.
+        texts: ``TEXTS`` texts, from which prompts are cut.
+        sizes: Sizes of the prompts, the answers and the pages.
+        folder: Folder for the directories of the disk tiers.
+        say: Called with a line of text when a request begins.
+        own: Cases that use a store with the model's own pages.
+        drafted: Cases that use a store whose pages also contain K and V of the draft model.
+    """
     stores: list[tuple[str, list[Question], bool, Sequence[Case]]] = [
         ("own", [mixed_batch(texts, sizes), _beams(texts, sizes)], False, own),
         ("draft", [_short(texts, sizes)], True, drafted),

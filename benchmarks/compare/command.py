@@ -1,4 +1,4 @@
-"""The command ``compare``: prepare the models, ask every case both ways, and show what was found."""
+"""The command ``compare``: prepares the models, runs all cases with and without the store, and prints the results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from benchmarks.compare.verdicts import Row
 
 WIDE = 130
-"""Columns of the table where there is no terminal to ask."""
+"""Width of the table in columns if the output is not a terminal."""
 
 
 def run(
     *, model: list[str] | None, docs: list[Path] | None, place: Path | None, device: str, as_json: bool
 ) -> None:
-    """Run the command with the options of ``tierstore compare``. Always ends in ``typer.Exit``."""
+    """Run the command with the options of ``tierstore compare``. Always raises ``typer.Exit``."""
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = WIDE
     found: list[Row] = []
     with refusals(as_json):
         if find_spec("transformers") is None:
-            raise ConfigError("compare needs transformers: in the checkout pip install -e '.[hf]'")
+            raise ConfigError("compare needs transformers: run pip install -e '.[hf]' in the checkout")
         if device != "cpu":
             require_device(device)
         require_texts(docs or [])
@@ -59,7 +59,11 @@ def run(
 def _compare(
     name: str, docs: list[Path], home: Path, device: str, say: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The rows of one model; what cannot be prepared is a ConfigError."""
+    """Run all cases of one model, and yield their rows.
+
+    Raises:
+        ConfigError: The model or the texts cannot be loaded.
+    """
     from benchmarks.compare import cases
     from benchmarks.compare.subject import Sizes, Subject, load_tokenizer, read_texts
 

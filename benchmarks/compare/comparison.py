@@ -1,7 +1,7 @@
-"""One store, one model: ask a request with the store and without it, and compare the answers and what was computed.
+"""Makes requests to one model with and without a store, and compares the answers and the number of computed tokens.
 
-What a model really computes is counted where its tokens come in. Equal tokens alone prove little: a prompt fed twice
-into one cache doubles its keys, which hardly moves a softmax.
+The tokens are counted at the model's embedding layer. Equal answers alone prove little. For example, if a prompt is
+computed twice into the same cache, the cache contains every key twice, which hardly changes the softmax.
 """
 
 from __future__ import annotations
@@ -27,24 +27,34 @@ from tierstore.types import Tier
 
 @dataclass(slots=True)
 class Fed:
-    """The forward passes of a model: of each, the columns in its cache before it, its rows and its columns."""
+    """The forward passes of a model.
+
+    ``passes`` contains, for each pass, the number of columns in the cache before it, and the numbers of rows and of
+    columns that it computes.
+    """
 
     passes: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Rows times columns, padding among them."""
+        """Number of computed tokens, including padding."""
         return sum(rows * width for _, rows, width in self.passes)
 
     def taken_back(self, columns: int) -> list[int]:
-        """Columns of each pass that were removed again (rejected drafts, a rollback). ``columns``: there at last."""
+        """Return, for each pass, how many of its columns were later removed from the cache.
+
+        Rejected drafts and rollbacks remove columns. ``columns`` is the number of columns in the cache at the end.
+        """
         begins = [before for before, _, _ in self.passes[1:]] + [columns]
         return [before + width - begin for (before, _, width), begin in zip(self.passes, begins, strict=True)]
 
 
 @contextmanager
 def count_fed(model: PreTrainedModel, columns: Callable[[], int]) -> Iterator[Fed]:
-    """Count while this is open; ``columns`` says how many are in the model's cache."""
+    """Yield a ``Fed`` that records the forward passes of ``model`` during the ``with`` block.
+
+    ``columns`` returns the number of columns that are in the model's cache now.
+    """
     fed = Fed()
 
     def note(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -63,14 +73,17 @@ def count_fed(model: PreTrainedModel, columns: Callable[[], int]) -> Iterator[Fe
 Say = Callable[[str], None]
 
 PATIENCE_S = 120.0
-"""A store that does not come to rest within this time is reported."""
+"""Maximum time in seconds to wait for the store's transfers, and timeout of the caches."""
 
 
 @contextmanager
 def open_store(
     subject: Subject, sizes: Sizes, largest: Sequence[Question], folder: Path, *, with_draft: bool
 ) -> Iterator[TierStore]:
-    """A store whose HBM has room for the largest of these questions and little more, and as much host memory."""
+    """Open a store for the duration of a ``with`` block.
+
+    HBM and host memory each have space for the pages of the largest question in ``largest``, and for four more pages.
+    """
     specs = subject.specs(sizes.page, with_draft=with_draft)
     nbytes = sum(spec.page_nbytes for spec in specs)
     slots = max(pages_needed(question, sizes) for question in largest) + 4
@@ -84,7 +97,7 @@ def open_store(
 
 
 def pages_needed(question: Question, sizes: Sizes) -> int:
-    """Pages that all rows of a question hold at most at once."""
+    """Return the maximum number of pages that all rows of a question together use at the same time."""
     prompts = sum(-(-len(prompt) // sizes.page) + 1 for prompt in question.prompts)
     rows = question.rows * len(question.prompts)
     return prompts + rows * (-(-question.new_tokens // sizes.page) + 2)
@@ -92,7 +105,12 @@ def pages_needed(question: Question, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came back from the store, and what it took."""
+    """The answers with the store, and the cost of computing them.
+
+    ``reused`` is the number of prompt tokens that were reused, by tier. ``fed`` is the number of tokens that the model
+    computed, and ``to_feed`` the number that it had to compute. ``shared_pages`` is the number of pages that at least
+    two rows used. ``seconds`` is the elapsed time. ``wrong`` describes everything that is wrong apart from the answers.
+    """
 
     answers: Answers
     reused: dict[str, int]
@@ -105,16 +123,19 @@ class Asked:
 
 
 class Comparison:
-    """Asks requests of one model over one store and without it."""
+    """Makes requests to one model, with one store and without it."""
 
     def __init__(self, subject: Subject, store: TierStore, say: Say) -> None:
-        """Owns neither."""
+        """Compare the model ``subject`` with and without ``store``. The caller closes the store.
+
+        ``say`` is called with a line of text when a request begins.
+        """
         self.subject = subject
         self.store = store
         self._say = say
 
     def ask(self, request: Request) -> Row:
-        """Both answers, and what was computed for the second."""
+        """Make a request without and with the store, and return the row."""
         self.say(request.case)
         plain = self.subject.plain(request.question)
         asked = self._ask_stored(request)
@@ -123,11 +144,11 @@ class Comparison:
         )
 
     def say(self, case: str) -> None:
-        """A case begins."""
+        """Announce the start of a case."""
         self._say(f"{self.subject.name}: {case}")
 
     def verdict(self, question: Question, found: Answers) -> Verdict:
-        """By the rule of the question's kind."""
+        """Compare ``found``, the answers with the store, to the plain ones, by the rule for this kind of question."""
         plain = self.subject.plain(question)
         if question.kind == "greedy":
             return greedy_verdict(plain, found)
@@ -137,7 +158,10 @@ class Comparison:
         return "equal" if found == plain.answers else "different"
 
     def row(self, case: str, asked: Asked, verdict: Verdict, *, plain_is: Answers) -> Row:
-        """The case as it is shown."""
+        """Return the row of a case, after checking the number of computed tokens and the store's invariants.
+
+        ``plain_is`` contains the answers without the store.
+        """
         wrong = asked.wrong
         if asked.fed != asked.to_feed:
             wrong += (f"{asked.fed} tokens were fed, {asked.to_feed} were not reused",)
@@ -158,19 +182,19 @@ class Comparison:
         )
 
     def settle(self) -> None:
-        """Wait until nothing moves: what a request finds does not depend on how busy the machine is."""
+        """Wait until no transfer is in flight, so that the tiers of the pages do not depend on the machine's load."""
         if not self.store.drain(PATIENCE_S):
-            raise TimeoutError(f"the store did not come to rest within {PATIENCE_S:.0f} s")
+            raise TimeoutError(f"copies were still in flight after {PATIENCE_S:.0f} s")
 
     def demote(self, question: Question, tier: Tier) -> None:
-        """Send the pages of one prompt and its answer down to ``tier``."""
+        """Demote the pages of the first prompt and of its answer to ``tier``."""
         self.settle()
         pages = self.store.keys([*question.prompts[0], *self.subject.plain(question).answers[0]])
         self.store.demote(pages, tier)
         self.settle()
 
     def open_cache(self, question: Question, salt: bytes, *, with_draft: bool = False) -> TierStoreCache:
-        """A cache for a question's prompts, once nothing moves."""
+        """Wait until no transfer is in flight, and create a cache for the question's prompts."""
         self.settle()
         ids, mask = question.tensors(self.subject.pad)
         draft = self.subject.draft if with_draft else None
@@ -213,7 +237,7 @@ def _draft_columns(cache: TierStoreCache, request: Request) -> int:
 
 
 def _expected(request: Request, reused: Any, end: int) -> Iterator[str]:
-    """What does not hold of where the prompts were found and how long the cache became."""
+    """Yield a description of each difference from the expected length of the cache and the expected reuse."""
     question = request.question
     length = max(map(len, question.prompts)) + question.new_tokens - 1
     if end != length:
@@ -225,7 +249,10 @@ def _expected(request: Request, reused: Any, end: int) -> Iterator[str]:
 
 
 def _rejected_too_much(fed: Fed, end: int) -> Iterator[str]:
-    """A pass keeps its first token at least, and rejects drafts only: more were fed for nothing."""
+    """Yield a fault if a pass was removed from the cache entirely, or if more columns than drafts were removed.
+
+    The first column of a pass is never a draft, so it must stay.
+    """
     pairs = zip(fed.taken_back(end), fed.passes, strict=True)
     odd = [back for back, (_, _, width) in pairs if not 0 <= back <= min(DRAFTED, width - 1)]
     if odd:
@@ -233,7 +260,10 @@ def _rejected_too_much(fed: Fed, end: int) -> Iterator[str]:
 
 
 def _draft_faults(drafted: Fed, draft_end: int, start: int, end: int) -> Iterator[str]:
-    """The draft model begins where the stored pages end, too, and no token is in its cache twice."""
+    """Yield the faults of the draft model.
+
+    It must start where the stored pages end, and no token may be in its cache twice.
+    """
     if drafted.passes and drafted.passes[0][0] != start:
         yield f"the draft model began at column {drafted.passes[0][0]}, {start} were there"
     if not drafted.passes or drafted.tokens != draft_end - start + sum(drafted.taken_back(draft_end)):
@@ -243,13 +273,20 @@ def _draft_faults(drafted: Fed, draft_end: int, start: int, end: int) -> Iterato
 
 
 def _drafts(fed: Fed, rejected: int) -> str:
-    """How many drafts the model accepted; all passes but the first feed drafts and one token of its own."""
+    """Return a note with the number of passes and of accepted drafts.
+
+    Each pass except the first computes drafts and one token that the model itself has generated.
+    """
     tried = sum(width - 1 for _, _, width in fed.passes[1:])
     return f"{len(fed.passes)} passes, {rejected} tokens taken back, about {max(0, tried - rejected)} drafts accepted"
 
 
 def leftovers(comparison: Comparison) -> Row:
-    """At the end: no lease is open, nothing is in use, all of HBM can be had; and pages really went down."""
+    """Return a row that says whether the store is clean after all cases.
+
+    No lease may be open, no HBM slot may be in use, and all HBM slots must be allocatable. Also, pages must have been
+    copied from HBM to host memory, because otherwise HBM was too large for a meaningful comparison.
+    """
     store = comparison.store
     comparison.settle()
     stats: dict[str, Any] = store.stats()

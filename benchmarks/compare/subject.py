@@ -1,4 +1,4 @@
-"""A model that is asked with the store and without it, in float32, a draft model for it, and what it is asked."""
+"""The model under test, which answers with and without the store in float32; its draft model; and the requests."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -31,12 +31,15 @@ from tierstore.types import Tier
 Prompt = tuple[int, ...]
 
 SEED = 7
-"""Samples are drawn after this seed, with the store and without it."""
+"""Random seed that is set before each call to ``generate``, with the store and without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What decides the answer: ``rows`` of them to each prompt (samples, or all beams), ``new_tokens`` each."""
+    """The parameters that determine the answers.
+
+    Each prompt gets ``rows`` answers (the samples or the beams) of ``new_tokens`` tokens each.
+    """
 
     prompts: tuple[Prompt, ...]
     new_tokens: int
@@ -45,24 +48,24 @@ class Question:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a model without any cache of earlier requests computes, of all rows."""
+        """Number of tokens, over all rows, that the model computes if it reuses nothing from earlier requests."""
         return self.rows * sum(len(prompt) + self.new_tokens - 1 for prompt in self.prompts)
 
     @property
     def paddings(self) -> list[int]:
-        """Columns of padding before each prompt."""
+        """Number of padding columns before each prompt."""
         width = max(map(len, self.prompts))
         return [width - len(prompt) for prompt in self.prompts]
 
     def tensors(self, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompts side by side, padded on the left, and their mask; int64 ``[prompts, columns]``."""
+        """Return the prompts, padded on the left with ``pad``, and their mask: both int64 ``[prompts, columns]``."""
         pairs = list(zip(self.paddings, self.prompts, strict=True))
         ids = [[pad] * count + list(prompt) for count, prompt in pairs]
         mask = [[0] * count + [1] * len(prompt) for count, prompt in pairs]
         return torch.tensor(ids), torch.tensor(mask)
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``generate``."""
+        """Return the arguments of ``generate`` for this question."""
         given: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.kind == "samples"}
         if self.rows > 1:
             given["num_return_sequences"] = self.rows
@@ -73,10 +76,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question as it is put to the store, and what must be found there.
+    """A question that is asked with the store, and the expected amount of reuse.
 
-    ``salt``: requests of one salt share pages. ``least_reused``: tokens of the prompts that must not be computed again;
-    ``found_in``: the tier that ``least_found`` of them must come from.
+    Only requests with the same ``salt`` share pages. ``chunk`` is the number of tokens per prefill chunk, or None for a
+    prefill in one step. With ``assisted``, the draft model is used. At least ``least_reused`` tokens of the prompts
+    must be reused. If ``found_in`` is set, at least ``least_found`` tokens must come from this tier.
     """
 
     case: str
@@ -89,7 +93,10 @@ class Request:
     least_found: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``generate`` over the store; those beyond the question's must not change the answer."""
+        """Return the arguments of ``generate`` for a run with the store.
+
+        Arguments that are not in ``Question.options`` must not change the answers.
+        """
         chunk = {} if self.chunk is None else {"prefill_chunk_size": self.chunk}
         return self.question.options() | chunk
 
@@ -97,14 +104,18 @@ class Request:
 _LAYER = re.compile(r"(?<=layers)\.(\d+)\.")
 
 DRAFTED = 4
-"""Tokens that the draft model proposes at a time."""
+"""Number of tokens that the draft model proposes at a time."""
 
 
 class Subject:
-    """One model. Answers have a fixed length: no token ends one."""
+    """A model and its draft model. Answers have a fixed length, because the end-of-sequence token is disabled."""
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
-        """Takes the model over: its attention and generation defaults change. ValueError if it cannot be served."""
+        """Prepare ``model`` for the comparison, which changes its attention and its generation defaults.
+
+        Raises:
+            ValueError: The adapter does not support the model.
+        """
         kv_shape(model.config)
         self.name = name
         self.model = model.eval()
@@ -118,7 +129,7 @@ class Subject:
 
     @classmethod
     def load(cls, name: str, folder: Path, device: str = "cpu") -> Self:
-        """The model in ``folder``, on ``device``; nothing is downloaded."""
+        """Load the model from ``folder`` to ``device``, without access to the network."""
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         model = AutoModelForCausalLM.from_pretrained(
@@ -128,11 +139,11 @@ class Subject:
         return cls(name, model)
 
     def specs(self, page_size: int, *, with_draft: bool) -> tuple[PageSpec, ...]:
-        """The KV groups of the model's pages, and of its draft's."""
+        """Return the page specifications of the model and, with ``with_draft``, of its draft model."""
         return page_specs(self.model, page_size, draft=self.draft if with_draft else None)
 
     def plain(self, question: Question) -> Plain:
-        """The answer of transformers' own cache and SDPA; each question is asked once."""
+        """Return the answers of plain transformers, with its own cache and SDPA. Results are kept for later calls."""
         if question not in self._plain:
             self.model.set_attn_implementation("sdpa")
             try:
@@ -142,7 +153,7 @@ class Subject:
         return self._plain[question]
 
     def stored(self, cache: TierStoreCache, request: Request) -> list[list[int]]:
-        """The answers over an open cache."""
+        """Return the answers that the model gives with ``cache``, an open cache of the store."""
         given: dict[str, Any] = {cache_argument(self.model): cache}
         if request.assisted:
             given["assistant_model"] = cache.draft_model
@@ -150,7 +161,7 @@ class Subject:
         return _answers(out, request.question)
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        """Mean log-probability of an answer's tokens, without any cache."""
+        """Return the mean log-probability of an answer's tokens, computed without a cache."""
         self.model.set_attn_implementation("sdpa")
         try:
             with torch.no_grad():
@@ -178,15 +189,16 @@ class Subject:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``; nothing is downloaded."""
+    """Load the tokenizer from ``folder``, without access to the network."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return tokenizer
 
 
 def drafting(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft model: the model without an eighth of its layers, after two thirds of them; weights are shared.
+    """Return a draft model: the same model without an eighth of its layers, with shared weights.
 
-    Its drafts are right about half of the time, so that accepted and rejected ones both come up.
+    The missing layers are those after the first two thirds. About half of the drafts are correct, so that both accepted
+    and rejected drafts occur.
     """
     config = copy.deepcopy(model.config)
     number = config.num_hidden_layers
@@ -200,7 +212,7 @@ def drafting(model: PreTrainedModel) -> PreTrainedModel:
     own = model.state_dict()
     names = {name: _LAYER.sub(lambda found: f".{kept[int(found[1])]}.", name) for name in draft.state_dict()}
     draft.load_state_dict({name: own[source] for name, source in names.items()}, assign=True)
-    torch.nn.Module.to(draft, model.device)  # what is no weight was made on the CPU
+    torch.nn.Module.to(draft, model.device)  # buffers were created on the CPU
     draft.tie_weights()
     settings = draft.generation_config
     assert settings is not None
@@ -220,7 +232,10 @@ TEXTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens. The defaults are those of ``tierstore compare``; tests make it small."""
+    """Sizes in tokens, and the numbers of samples and beams.
+
+    The defaults are those of ``tierstore compare``. Tests use smaller values.
+    """
 
     long: int = 1080
     short: int = 632
@@ -230,31 +245,33 @@ class Sizes:
     samples: int = 3
     beams: int = 4
     inside: int = 7
-    """How far into a page a prompt follows a stored one before it leaves it."""
+    """Number of tokens that a prompt shares with a stored one in the page in which it diverges."""
     tail: int = 60
-    """The own part of a prompt that shares the rest."""
+    """Length of the end of a prompt, which differs from the stored prompt."""
     turn: int = 45
-    """A question of a chat."""
+    """Length of a question in a chat."""
 
     def stored(self, length: int) -> int:
-        """Tokens of a prompt of ``length`` that need not be computed once it was answered: those in full pages.
+        """Return how many tokens of a prompt with ``length`` tokens can be reused once it has been answered.
 
-        Its last token always is.
+        A prompt token can be reused if it is in a full page, which may also contain tokens of the answer. The last
+        prompt token is always computed.
         """
         return min(length - 1, (length + self.new - 1) // self.page * self.page)
 
 
 def read_texts(tokenizer: PreTrainedTokenizerBase, sizes: Sizes, paths: Sequence[Path] = ()) -> list[Prompt]:
-    """TEXTS different real texts of ``sizes.long`` tokens each. Raises DocumentError if there are too few."""
+    """Return ``TEXTS`` different real texts of ``sizes.long`` tokens. Raises DocumentError if there are too few."""
     found = find_documents(tokenizer, TEXTS, sizes.long, sizes.long * 5 // 4, paths)
     return [tuple(tokenizer(document.text, verbose=False)["input_ids"][: sizes.long]) for document in found]
 
 
 def mixed_batch(texts: Sequence[Prompt], sizes: Sizes) -> Question:
-    """Four prompts of different lengths, when the first text is stored and nothing else.
+    """Return a batch of four prompts of different lengths, for a store that contains only the first text.
 
-    One whole; one that shares three quarters of its pages; one that leaves it inside a page; one that is new, and so
-    short that the columns of the third are reused beyond that page's begin: a batch begins at one column for all.
+    The prompts are the first text, a prompt that shares three quarters of its pages, a prompt that diverges from it
+    inside a page, and a new prompt. All rows of a batch start to compute at the same column. The new prompt is so short
+    that this column lies inside the page in which the third prompt diverges, so part of that page is reused.
     """
     stored, *others = texts
     pages = sizes.long // sizes.page
@@ -267,12 +284,12 @@ def mixed_batch(texts: Sequence[Prompt], sizes: Sizes) -> Question:
 
 
 def forks_inside_a_page(text: Prompt, other: Prompt, sizes: Sizes) -> Prompt:
-    """The beginning of ``text``, up to a token inside a page, and then another text."""
+    """Return a prompt that begins like ``text``, diverges from it inside a page, and continues with ``other``."""
     leaves = (len(text) - sizes.tail) // sizes.page * sizes.page + sizes.inside
     return text[:leaves] + _unlike(text[leaves], other)[: sizes.tail]
 
 
 def _unlike(token: int, text: Prompt) -> Prompt:
-    """The text from its first word on that is another token than ``token``; the start token left out."""
+    """Return ``text`` from its first token that differs from ``token``. The start token is skipped."""
     begin = next(i for i, each in enumerate(text) if i and each != token)
     return text[begin:]

@@ -1,8 +1,11 @@
-"""Whether two runs answered alike, the rules that tell rounding from a fault, and the table of the verdicts.
+"""Verdicts on the answers of two runs, rules that distinguish rounding from faults, and the table of the results.
 
-Greedy: near-tie if, at the first step that differs, the plain run's two best logits are less than NEAR_TIE apart.
-Beams: near-tie if each answer's score (mean log-probability of its tokens, both as the plain model computes them) is
-within NEAR_TIE of the plain answer's in its place. Samples: no rule; a draw that differs is a difference.
+Answers that differ only because of rounding count as a near-tie:
+
+- Greedy: at the first step that differs, the two largest logits of the plain run are less than NEAR_TIE apart.
+- Beams: the score of each answer differs by less than NEAR_TIE from that of the plain answer at the same position. The
+  score is the mean log-probability of the answer's tokens. The plain model computes both scores.
+- Samples: never. Every answer that differs counts as different.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ NEAR_TIE = 1e-4
 Verdict = Literal["equal", "near-tie", "different"]
 Answers = list[list[int]]
 Score = Callable[[int, Sequence[int]], float]
-"""An answer's score: number of the answer, its tokens."""
+"""Function that returns the score of an answer, given the answer's index and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What the model answers without the store. ``gaps``: of each greedy token, its logit minus the runner-up's."""
+    """The answers of the model without the store.
+
+    With greedy decoding, ``gaps`` contains, for each row and step, the largest logit minus the second largest one.
+    """
 
     answers: Answers
     gaps: list[list[float]] = field(default_factory=list, repr=False)
@@ -34,10 +40,12 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case. ``reused``: tokens of the prompts by the tier they were found in.
+    """The result of one case.
 
-    ``fed``: tokens the model computed, as counted; ``to_feed``: those that were not reused. ``wrong``: what does not
-    hold beside the answer; ``note``: figures worth reading.
+    ``reused`` is the number of prompt tokens that were reused, by tier. ``fed`` is the number of tokens that the model
+    actually computed, and ``to_feed`` the number that it had to compute because they were not reused.
+    ``shared_pages`` is the number of pages that at least two rows of the batch used. ``wrong`` describes everything
+    that is wrong, and ``note`` gives more figures.
     """
 
     case: str
@@ -53,16 +61,16 @@ class Row:
 
     @property
     def held(self) -> bool:
-        """The answer is the plain one, up to a near-tie, and everything beside it holds."""
+        """Whether the answers are equal or nearly tied, and nothing else is wrong."""
         return self.verdict != "different" and not self.wrong
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as JSON-serializable data."""
         return asdict(self) | {"held": self.held}
 
 
 def greedy_verdict(plain: Plain, found: Answers) -> Verdict:
-    """The worst of all rows."""
+    """Return the worst verdict of all rows of greedy answers."""
     if len(found) != len(plain.answers):
         return "different"
     verdict: Verdict = "equal"
@@ -78,7 +86,7 @@ def greedy_verdict(plain: Plain, found: Answers) -> Verdict:
 
 
 def beam_verdict(plain: Plain, found: Answers, score: Score) -> Verdict:
-    """All beams in their order."""
+    """Return the verdict on the answers of a beam search, which are compared in order."""
     if found == plain.answers:
         return "equal"
     if [len(answer) for answer in found] != [len(answer) for answer in plain.answers]:
@@ -89,7 +97,7 @@ def beam_verdict(plain: Plain, found: Answers, score: Score) -> Verdict:
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
-    """A line for each case, what is wrong, and the sum."""
+    """Print the table of all cases, then notes and everything that is wrong, then a summary."""
     table = Table("model", "case", "", box=box.SIMPLE_HEAD, header_style="bold")
     for name in ("reused", "fed", "to feed", "pages shared", "s"):
         table.add_column(name, justify="right")
@@ -116,17 +124,17 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """``{"equal": bool, "near_ties": n, "rows": [...]}``; equal: every case held."""
+    """Return ``{"equal": bool, "near_ties": n, "rows": [...]}``. ``equal`` is the result of ``all_held``."""
     return {"equal": all_held(rows), "near_ties": near_ties(rows), "rows": [row.plain() for row in rows]}
 
 
 def all_held(rows: Sequence[Row]) -> bool:
-    """Whether no case differs, and all that was counted fits."""
+    """Return whether no answer differs and nothing else is wrong in any case."""
     return all(row.held for row in rows)
 
 
 def near_ties(rows: Sequence[Row]) -> int:
-    """Cases in which rounding decided."""
+    """Return the number of cases whose verdict is a near-tie."""
     return sum(row.verdict == "near-tie" for row in rows)
 
 
