@@ -1,6 +1,6 @@
 # Everything runs in .venv/ of this checkout; the first target that needs it sets it up, once.
 PYTHON ?= python3
-# Installed first and alone, so that nothing after it pulls another build. May carry options: see the README.
+# Installed first and alone, so that nothing after it pulls another build. May carry options: see CONTRIBUTING.md.
 TORCH ?= torch==2.13.0
 ARGS ?=
 # One worker more than cores, since tests wait for disks and processes; four at most: each loads models of its own.
@@ -39,7 +39,7 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm" $(if $(SEED),--seed $(SEED)) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
-test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE
+test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE $(VLLM_VENV)/NIXL
 	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python \
 		-o faulthandler_timeout=3000 $(ARGS)
 
@@ -83,7 +83,9 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("TierStore needs Python 3.11 or newer; say make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up .venv (once, a few minutes)" >&2
 	@$(PYTHON) -m venv .venv
+	@echo "  torch" >&2
 	@$(PIP) install $(TORCH)
+	@echo "  TierStore, transformers, the server and the tools for development" >&2
 	@# compat: a plain path entry, which a folder named tierstore beside the user's script does not hide
 	@$(PIP) install --config-settings editable_mode=compat --editable ".[hf,serve,dev]"
 	@touch $(READY)
@@ -96,6 +98,11 @@ $(VLLM_VENV)/READY:
 	@$(VLLM_PIP) install $(VLLM)
 	@$(VLLM_PIP) uninstall -y torchvision torchcodec torchaudio
 	@$(VLLM_VENV)/bin/python -c "import vllm"
+	@touch $@
+
+# For the test of two engines. It runs without CUDA; where it cannot be installed, that test is skipped.
+$(VLLM_VENV)/NIXL: $(VLLM_VENV)/READY
+	@$(VLLM_PIP) install --no-deps "nixl~=1.5" "nixl-cu12~=1.5" || echo "NIXL cannot be installed here" >&2
 	@touch $@
 
 $(VLLM_VENV)/TIERSTORE: pyproject.toml $(VLLM_VENV)/READY

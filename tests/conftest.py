@@ -1,27 +1,38 @@
-"""`make test` draws the same examples every time, and no test fails for being slow: a red run is red again.
+"""Configures pytest and hypothesis so that runs can be repeated.
 
-With ``--seed`` hypothesis draws other examples, and longer walks: `make test-all`. The seed is printed at the
-end of the run, and the same seed draws the same examples.
+`make test` draws the same examples in every run, and no test fails because it is slow. `make test-all` runs pytest with
+``--seed``: hypothesis draws other examples and longer random walks. The seed is printed at the end of the run, and the
+same seed draws the same examples again.
 """
 
 from __future__ import annotations
 
 import gc
+import subprocess
 import warnings
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from typer import testing
+from typer.main import get_command
 
-from tests.support import lanes, pages
+from tests.support import forked, lanes, pages
 from tierstore import store
 from tierstore.directory import eviction
 from tierstore.gpu import device
+from tierstore.nvme import examination
 
 settings.register_profile(
-    "same-every-time", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "same-every-time",
+    derandomize=True,
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "fresh",
@@ -39,11 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM"
     )
+    parser.addoption("--all-models", action="store_true", help="with -m vllm: start engines of every model")
     parser.addoption("--seed", type=int, help="draw other examples than `make test`, and more of them")
 
 
 PLUGINS = "pytest_|_?hypothesis_?pytestplugin|xdist|execnet|coverage"
-"""Modules of pytest plugins, installed or not: their warnings are shown, and fail no test."""
+"""Modules of pytest plugins. Their warnings are shown, but do not fail a test."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,14 +69,24 @@ def pytest_make_collect_report(
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Disable garbage collection while tests are collected. It would only cost time: almost all objects stay alive."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Spare every later collection of garbage the walk over what is imported by now: a third of a second each."""
+    """Exclude all objects that exist now from garbage collection. This saves a third of a second per collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else some library says at exit that its types leaked
+    gc.unfreeze()  # otherwise a library reports at exit that its types leaked
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -75,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Turn warnings into errors while the test runs. Its own ``filterwarnings`` marks count more."""
+    """Turn warnings into errors while the test runs. The test's own ``filterwarnings`` marks take precedence."""
     item.add_marker(pytest.mark.filterwarnings("error", f"default:::{PLUGINS}"), append=False)
 
 
@@ -85,9 +107,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if lanes.SEED is not None:
         config.option.hypothesis_seed = lanes.SEED
         settings.load_profile("fresh")
-    # Several threads wait for each other in models this small: on a busy machine ten times as long.
+    # Models this small gain nothing from several threads, which make them ten times slower on a busy machine.
     torch.set_num_threads(1)
-    eviction.STALL_S = 20.0  # a disk that others keep busy is none that stands still
+    eviction.STALL_S = 20.0  # a disk that other programs keep busy is not stalled
     store._FLUSH_STALL_S = 60.0
-    device.SMALLEST_BY_THREADS = 1  # so that the small pages of tests go layer by layer too
+    device.SMALLEST_BY_THREADS = 1  # so that even the small pages of tests are copied layer by layer
+    if lanes.SEED is None:  # most tests open directories, and starting Python takes most of that time
+        process = SimpleNamespace(run=forked.examine, TimeoutExpired=subprocess.TimeoutExpired)
+        vars(examination)["subprocess"] = process
+    # Build the command line from its functions' signatures only once, not again in each test that runs it.
+    vars(testing)["_get_command"] = cache(get_command)
     pages.DEVICE = config.getoption("--hbm-device")

@@ -1,4 +1,4 @@
-"""The benchmark of attention at tiny sizes, on the CPU. No time is asserted."""
+"""Test the benchmark of attention at tiny sizes on the CPU. No test checks a duration."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_sequences_that_end_inside_a_page_have_pages_of_their_own() -> None:
         (("--batches", "1,x"), "--batches"),
         (("--suffixes", "0"), "--suffixes"),
         (("--batches", "97"), "--batches"),
-        (("--context", "100000000000"), "tokens of 2 layers"),
+        (("--context", "100000000000"), "tokens in 2 layers"),
     ],
 )
-def test_sizes_that_are_none_are_refused(words: tuple[str, ...], what: str) -> None:
+def test_invalid_sizes_are_refused(words: tuple[str, ...], what: str) -> None:
     code, line = run(*TINY, *words)
     assert code == 2
     assert what in json.loads(line)["error"]

@@ -1,4 +1,4 @@
-"""The benchmarks of the link and of the arena at tiny sizes, on the CPU. No time is asserted."""
+"""Test the benchmarks of copies, overlap and the host arena at tiny sizes on the CPU. No test checks a duration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, result.stdout.splitlines()[-1]
 
 
-def test_bench_copy_tells_a_row_for_each_size_and_way() -> None:
+def test_bench_copy_prints_a_row_for_each_size_and_direction() -> None:
     sizes = ("--pieces", "8KiB,4KiB", "--batch", "1MiB", "--contiguous", "32KiB", "--pairs", "2")
     code, line = run("copy", "--device", "cpu", *sizes)
     assert code == 0
@@ -26,7 +26,7 @@ def test_bench_copy_tells_a_row_for_each_size_and_way() -> None:
     assert "cores" in report["device"]
     told = [(row["direction"], row["piece_bytes"], row["num_pieces"]) for row in report["rows"]]
     whole = 1 << 20
-    # each size twice: as pages of our own, and as the layers of an engine's pages
+    # each size occurs twice: for the store's own pages, and for the layers of an engine's pages
     sizes_twice = (8192, 8192, 4096, 4096)
     assert told == [(way, size, whole // size) for size in sizes_twice for way in ("h2d", "d2h", "both")]
     for row in report["rows"]:
@@ -37,7 +37,7 @@ def test_bench_copy_tells_a_row_for_each_size_and_way() -> None:
 def test_bench_copy_refuses_what_cannot_be_measured() -> None:
     code, line = run("copy", "--device", "cpu", "--pieces", "5000")
     assert code == 2
-    assert "multiples of 4096" in json.loads(line)["error"]
+    assert "must be a multiple of 4 KiB (4,096 bytes), got" in json.loads(line)["error"]
 
 
 @pytest.mark.parametrize("codec", [(), ("--codec", "int8")])
@@ -49,7 +49,7 @@ def test_bench_copy_refuses_more_than_the_memory_that_is_available(codec: tuple[
     assert "choose smaller sizes" in error
 
 
-def test_bench_copy_with_a_codec_tells_it_beside_the_same_pages_as_they_are() -> None:
+def test_bench_copy_with_a_codec_compares_it_with_raw_pages() -> None:
     sizes = ("--pieces", "256KiB,4KiB", "--batch", "1MiB", "--pairs", "1", "--contiguous", "32KiB")
     code, line = run("copy", "--device", "cpu", "--codec", "int8", *sizes)
     assert code == 0
@@ -67,11 +67,11 @@ def test_bench_copy_with_a_codec_tells_it_beside_the_same_pages_as_they_are() ->
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("--codec", "int8+zstd", "--pieces", "256KiB"), "--codec must be a codec of host memory, "),
-        (("--codec", "int8", "--pieces", "4KiB"), "multiples of 131072"),
+        (("--codec", "int8+zstd", "--pieces", "256KiB"), "--codec must be a codec of host memory ("),
+        (("--codec", "int8", "--pieces", "4KiB"), "multiples of 128 KiB (131,072 bytes)"),
     ],
 )
-def test_bench_copy_refuses_codecs_and_sizes_that_host_memory_has_not(
+def test_bench_copy_refuses_codecs_and_sizes_unsupported_in_host_memory(
     words: tuple[str, ...], what: str
 ) -> None:
     code, line = run("copy", "--device", "cpu", "--contiguous", "32KiB", *words)
@@ -79,7 +79,7 @@ def test_bench_copy_refuses_codecs_and_sizes_that_host_memory_has_not(
     assert what in json.loads(line)["error"]
 
 
-def test_payloads_that_are_not_the_cpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_that_differ_from_the_cpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     right = link.Ends.run
 
     def wrong(self: link.Ends, transfers: list[Transfer]) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def test_payloads_that_are_not_the_cpus_are_an_error(monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(link.Ends, "run", wrong)
-    with pytest.raises(RuntimeError, match="a payload of int8 differs from the CPU's"):
+    with pytest.raises(RuntimeError, match="a payload of int8 differs from the one that the CPU encodes"):
         copy.coded_rows("cpu", "int8", 128 << 10, 1 << 20, 1, link.Ceiling("cpu", 4096))
 
 
@@ -101,11 +101,11 @@ def test_bytes_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         return found
 
     monkeypatch.setattr(link.Rig, "run", wrong)
-    with pytest.raises(RuntimeError, match="bytes differ"):
+    with pytest.raises(RuntimeError, match="have wrong bytes after the copies"):
         copy.copy_rows("cpu", 4096, 8 * 4096, 1, "straight", link.Ceiling("cpu", 4096))
 
 
-def test_bench_arena_tells_how_soon_memory_can_be_used() -> None:
+def test_bench_arena_prints_when_memory_is_usable() -> None:
     code, line = run("arena", "--device", "cpu", "--size", "16MiB")
     assert code == 0
     rows = json.loads(line)["rows"]
@@ -117,7 +117,7 @@ def test_bench_arena_tells_how_soon_memory_can_be_used() -> None:
     assert all(row["value"] > 0 for row in rows)
 
 
-def test_bench_overlap_restores_layer_by_layer_and_runs_kernels_beside_every_way() -> None:
+def test_bench_overlap_restores_by_layers_and_runs_kernels_beside_every_route() -> None:
     sizes = ("--restored", "512KiB", "--page-size", "1", "--matrix", "16", "--rounds", "1")
     beside = ("--read", "64KiB", "--times", "3", "--batch", "8MiB", "--compute", "0.5,2")
     code, line = run("overlap", "--device", "cpu", *sizes, *beside, "--layers", "16")
@@ -165,5 +165,5 @@ def test_bench_overlap_refuses_what_cannot_be_measured(words: tuple[str, ...], w
 
 def test_a_layer_computed_before_its_bytes_are_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPool, "write_part", lambda self, slot, page, part: None)
-    with pytest.raises(RuntimeError, match="before its bytes were there"):
+    with pytest.raises(RuntimeError, match="before its bytes had arrived"):
         overlap.overlap_rows("cpu", overlap.pages_of(2, 1), 256 << 10, 1, 8, [1.0])

@@ -1,4 +1,4 @@
-"""The codec's benchmark at tiny sizes: every figure is there, the last line is JSON, and the pages are what is said."""
+"""Test ``bench codec`` at tiny sizes: its figures, its JSON line, and the pages that it measures."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -27,7 +27,7 @@ from tierstore.page import PageSpec
 
 
 def tiny_model(folder: Path) -> Path:
-    """A tiny Llama and a tokenizer of one token a byte."""
+    """Save a tiny Llama with a tokenizer that has one token per byte, and return the folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,14 +38,14 @@ def tiny_model(folder: Path) -> Path:
 
 
 def report_of(*arguments: str) -> dict[str, Any]:
-    """What the command's last line says."""
+    """Run the command and return the JSON report in its last line."""
     result = CliRunner().invoke(app, ["bench", "codec", *arguments, "--json"])
     assert result.exit_code == 0, result.output
     report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return report
 
 
-def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
+def test_bench_codec_prints_every_figure_and_its_input() -> None:
     report = report_of("--synthetic", "--tokens", "64", "--page-size", "32", "--seconds", "0")
     assert set(report) == {"device", "source", "texts", "load_average", "floor", "rows", "exp", "lossy"}
     assert report["source"].startswith("synthetic bfloat16")
@@ -69,15 +69,15 @@ def test_bench_codec_tells_every_figure_and_what_it_was_taken_on() -> None:
     assert all(row["value"] > 0 for row in report["lossy"])
 
 
-def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
+def test_bench_codec_continues_generation_from_decoded_pages(tmp_path: Path) -> None:
     folder, docs = tiny_model(tmp_path / "model"), tmp_path / "docs"
     docs.mkdir()
     for number in range(3):
         (docs / f"{number}.txt").write_text(f"a licence of {number} words, " * 40)
-    sizes = ["--prefix", "300", "--following", "40", "--page-size", "32", "--tokens", "300", "--seconds", "0"]
+    sizes = ["--prefix", "160", "--following", "24", "--page-size", "32", "--tokens", "160", "--seconds", "0"]
     report = report_of("--model", str(folder), "--docs", str(docs), *sizes)
     assert len(report["texts"]) == 3
-    assert report["source"] == "model, 0.txt, 288 tokens"
+    assert report["source"] == "model, 0.txt, 160 tokens"
     rows = {row["codec"]: row for row in report["rows"]}
     for name in ("none", "exp"):
         assert (rows[name]["kl"], rows[name]["top1"]) == (0, 1)
@@ -96,12 +96,12 @@ def test_bench_codec_goes_on_from_what_comes_back(tmp_path: Path) -> None:
     [
         (
             ["--model", "no-such-folder"],
-            "no-such-folder: no such folder, and not a known model: smollm2",
+            "no-such-folder: no such folder, and not a known model; use smollm2",
         ),
         (["--synthetic", "--tokens", "16", "--page-size", "16", "--plot", "a.png"], "--plot needs"),
     ],
 )
-def test_bench_codec_refuses_in_one_line_what_cannot_be_done(arguments: list[str], reason: str) -> None:
+def test_bench_codec_refuses_invalid_options_in_one_line(arguments: list[str], reason: str) -> None:
     result = CliRunner().invoke(app, ["bench", "codec", *arguments, "--seconds", "0"])
     assert result.exit_code == 2
     assert reason in result.stderr
@@ -109,20 +109,20 @@ def test_bench_codec_refuses_in_one_line_what_cannot_be_done(arguments: list[str
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     reader = Reader(tiny_model(tmp_path / "model"))
-    with pytest.raises(ValueError, match="11 tokens, but 20 and a whole page"):
+    with pytest.raises(ValueError, match="11 tokens, but at least 20 are needed"):
         list(fidelity.read(reader, ["a short one"], 16, 4, 16))
-    with pytest.raises(ValueError, match="a whole page"):
+    with pytest.raises(ValueError, match=r"at least one page \(16 tokens\), got 4 tokens"):
         list(fidelity.read(reader, ["a short one"], 4, 4, 16))
 
 
-def test_a_codec_row_measures_the_error_that_is_there() -> None:
-    """fp8 of 9 is 9 and of 17 is 16: known errors, of K alone."""
+def test_codec_row_measures_a_known_error() -> None:
+    """Encode numbers that fp8 represents exactly, except 17 in K, which becomes 16. So the error is known."""
     spec = PageSpec(num_layers=1, page_size=2, num_kv_heads=1, head_dim=2, dtype="bfloat16", model="codec")
     numbers = np.array([256, 17, 256, 9, 1, 2, 3, 4], dtype=np.float32)
     page = (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
     row = fidelity.codec_row("fp8+zstd", spec, [[page]])
     assert row.ratio == 1
-    assert row.rel_error == 0  # kept raw: too small to be worth it
+    assert row.rel_error == 0  # stored raw, because encoding saves nothing in pages this small
     big = np.tile(page.view("<u2").reshape(1, 2, 2, 2), (1, 1, 100, 1)).reshape(-1).view(np.uint8)
     spec = PageSpec(num_layers=1, page_size=200, num_kv_heads=1, head_dim=2, dtype="bfloat16", model="codec")
     row = fidelity.codec_row("fp8", spec, [[big]])
@@ -138,7 +138,7 @@ def test_the_error_of_a_mean_shrinks_with_the_root_of_their_number() -> None:
     assert fidelity.standard_error([1.0, 3.0] * 2) == pytest.approx((4 / 3 / 4) ** 0.5)
 
 
-def test_goals_are_of_ratio_and_of_divergence() -> None:
+def test_codec_goals_cover_ratio_and_divergence() -> None:
     row = fidelity.CodecRow("int8+zstd", 2.1, 1, 1, 0, 0, 0, 1.2e-3, 0, 1)
     assert row.meets(1e-3)
     assert not row.meets(0.9e-3)
@@ -173,7 +173,7 @@ def test_pages_of_a_model_are_its_own_keys_and_values(tmp_path: Path) -> None:
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_pages_that_are_not_worth_encoding_are_counted_as_they_are() -> None:
+def test_pages_not_worth_encoding_count_as_raw() -> None:
     sample = codec.synthetic(32, 16)
     noise = np.random.default_rng(0).integers(0, 256, sample.spec.page_nbytes, dtype=np.uint8)
     rows = {row.what: row for row in codec_rows(codec.Sample(sample.spec, [noise], "noise"), 0.0)}
@@ -182,7 +182,7 @@ def test_pages_that_are_not_worth_encoding_are_counted_as_they_are() -> None:
     assert not ratio.ok
 
 
-def test_a_goal_may_be_the_least() -> None:
+def test_goal_may_be_a_minimum() -> None:
     assert Row("anything", 1.0, "x", at_least=1.0).ok
     assert not Row("anything", 0.9, "x", at_least=1.0).ok
     assert Row("anything", 0.9, "x", at_least=1.0).plain()["goal"] == 1.0

@@ -1,4 +1,4 @@
-"""The benchmark of the connector's worker at tiny sizes, on the CPU. No time is asserted."""
+"""Test the benchmark of the vLLM connector's worker at tiny sizes on the CPU. No test checks a duration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, result.stdout.splitlines()[-1]
 
 
-def test_each_layout_tells_a_row_a_direction_and_how_its_blocks_are_cut() -> None:
+def test_each_layout_prints_a_row_per_direction_and_how_its_blocks_are_divided() -> None:
     code, line = run("--device", "cpu", *TINY)
     assert code == 0
     report = json.loads(line)
@@ -46,22 +46,22 @@ def test_each_layout_tells_a_row_a_direction_and_how_its_blocks_are_cut() -> Non
 @pytest.mark.parametrize(
     ("layout", "strides"),
     [
-        # of [B, H, N, C], in numbers: a token's cell of 8 numbers, K and V beside each other
+        # strides of [B, H, N, C], in numbers; a token's cell has 8 numbers, K next to V
         ("LBNHC", (64, 8, 16, 1)),
         ("LBHNC", (64, 32, 8, 1)),
         ("BLHNC", (3 * 64, 32, 8, 1)),
-        # of [K, B, H, N, D]
+        # strides of [K, B, H, N, D]
         ("LKBHND", (5 * 32, 32, 16, 4, 1)),
     ],
 )
-def test_tensors_lie_as_their_layout_says(layout: Layout, strides: tuple[int, ...]) -> None:
+def test_tensors_are_laid_out_as_declared(layout: Layout, strides: tuple[int, ...]) -> None:
     tensors = tensors_of(layout, SHAPE, 5, torch.device("cpu"))
     assert len(tensors) == 3
     assert {tensor.stride() for tensor in tensors} == {strides}
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
 
 
-def test_blocks_that_come_back_changed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_restored_with_changes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     right = EngineRig.run
 
     def wrong(self: EngineRig, orders: Sequence[Orders]) -> tuple[float, float]:
@@ -74,10 +74,10 @@ def test_blocks_that_come_back_changed_are_an_error(monkeypatch: pytest.MonkeyPa
         engine.engine_rows("cpu", SHAPE, 70, 1, Ceiling("cpu", 4096), ["LBNHC"])
 
 
-def test_a_layout_that_vllm_has_not_is_refused() -> None:
+def test_layout_unknown_to_vllm_is_refused() -> None:
     code, line = run("--device", "cpu", "--layouts", "LBNHC,NHD")
     assert code == 2
-    assert "--layouts must be some of LBNHC, LBHNC, LKBHND, BLHNC" in json.loads(line)["error"]
+    assert "each of --layouts must be one of LBNHC, LBHNC, LKBHND, BLHNC, got" in json.loads(line)["error"]
 
 
 def test_more_blocks_than_the_memory_holds_are_refused() -> None:

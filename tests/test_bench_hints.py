@@ -1,4 +1,4 @@
-"""``bench hints`` at tiny sizes: what is asked, from where, with which hints, and how its rows are made."""
+"""Test ``bench hints`` at tiny sizes: its questions, tiers and hints, and how its rows are computed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows_of(library: Library, source: Tier, rounds: int = 1) -> dict[str, HintRo
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
-def test_a_document_is_brought_to_a_tier_and_is_nowhere_above(pages: Pages, tier: Tier) -> None:
+def test_document_is_placed_in_a_tier_and_nowhere_above(pages: Pages, tier: Tier) -> None:
     for other in (Tier.NVME, Tier.HBM, Tier.HOST):
         place(pages.store, pages.documents[0], other)
         place(pages.store, pages.documents[0], tier)
@@ -64,9 +64,9 @@ def test_without_a_disk_a_document_that_only_hbm_has_is_copied_to_host_memory_fi
         assert pages.ask(0)[1] is True
 
 
-def test_what_cannot_be_brought_there_is_an_error(pages: Pages) -> None:
+def test_pages_that_are_in_no_tier_cannot_be_placed(pages: Pages) -> None:
     pages.store.evict(pages.documents[0])
-    with pytest.raises(RuntimeError, match="6 pages cannot all be brought to NVME: none is there"):
+    with pytest.raises(RuntimeError, match="not all of 6 pages could be brought to NVME; pages found: none"):
         place(pages.store, pages.documents[0], Tier.NVME)
 
 
@@ -82,14 +82,14 @@ def test_every_case_answers_with_the_bytes_that_were_put(pages: Pages, source: T
     assert counter(pages.store, "hints", "deferred") == 2 * 2
 
 
-def test_a_page_with_another_byte_is_told(pages: Pages) -> None:
+def test_a_page_with_another_byte_is_reported(pages: Pages) -> None:
     pages._sums[1][3] += 1
     assert not any(answer.content for answer in [pages.ask(1)])
     assert pages.ask(0).content
 
 
 class Slow:
-    """Answers as it is told, whatever the store does."""
+    """A library whose answers take a fixed time per case. Only the answer in the case "late" has different content."""
 
     def __init__(self, pages: Pages, seconds: dict[Tier, float], case: Callable[[], str]) -> None:
         self.store = pages.store
@@ -103,8 +103,11 @@ class Slow:
         )
 
 
-def test_ratios_are_to_the_best_there_could_be(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None took 5 s and the resident one 1: a hint 1 s before makes 4 at best, and a hint in good time 1."""
+def test_ratios_are_relative_to_the_best_possible_time(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take 5 s without a hint, and 1 s if the pages are in HBM already.
+
+    The best possible time is therefore 4 s with a hint 1 s ahead, and 1 s with a hint that is early enough.
+    """
     seen: list[str] = ["resident"]
     asked = hints._asked
 
@@ -121,7 +124,7 @@ def test_ratios_are_to_the_best_there_could_be(pages: Pages, monkeypatch: pytest
 
 
 class Diary(Slow):
-    """Notes what was done to its store, and how long nothing was."""
+    """A library that records where documents are placed, and how long the benchmark slept before each answer."""
 
     def __init__(self, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(pages, {}, lambda: "resident")
@@ -140,10 +143,13 @@ class Diary(Slow):
         self.noted.append(tier.name)
 
 
-def test_before_every_answer_is_the_same_rest_and_answers_before_the_first_are_not_counted(
+def test_every_answer_follows_an_equal_pause_and_warmup_answers_are_not_counted(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rest 0.5 s, leads 0.1 and 0.3 s. What the last answer left in HBM is not read once more."""
+    """Set the pause before each answer to 0.5 s. Hints are given 0.1 s and 0.3 s before the question, within the pause.
+
+    Pages that the last answer left in HBM are not loaded again.
+    """
     monkeypatch.setattr(hints, "REST_S", 0.5)
     monkeypatch.setattr(hints, "perf_counter", lambda: 0.0)
     diary = Diary(pages, monkeypatch)
@@ -223,7 +229,7 @@ def test_bench_hints_prints_a_row_for_each_case_and_source(tmp_path: Path) -> No
         (("--dir", "/nowhere"), "--dir /nowhere: no such folder"),
     ],
 )
-def test_bench_hints_refuses_what_it_cannot_do(options: tuple[str, ...], said: str) -> None:
+def test_bench_hints_refuses_unsupported_options(options: tuple[str, ...], said: str) -> None:
     result = invoke("--layers", "1", "--tokens", "64", *options)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())

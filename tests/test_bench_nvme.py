@@ -1,4 +1,4 @@
-"""The disk's benchmark at tiny sizes: every row is there, the last line is JSON, and nothing is left behind."""
+"""Test ``bench nvme`` at tiny sizes: it prints every row and a JSON line, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = [
 ]
 
 
-def test_bench_nvme_tells_every_row_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_bench_nvme_prints_every_row_and_leaves_nothing_behind(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "nvme", *TINY, "--dir", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
@@ -62,21 +62,21 @@ def test_sizes_that_cannot_be_measured_are_refused(option: str, value: str) -> N
 
 
 class Forgetful(FilePerPage):
-    """Gives back one page changed."""
+    """A contender that changes one byte of the last page of each read."""
 
     def read(self, out: nvme.Bytes) -> None:
         super().read(out)
         out[-1, 5] ^= 1
 
 
-def test_a_way_that_gives_other_bytes_is_no_result(tmp_path: Path) -> None:
+def test_method_that_returns_other_bytes_gives_no_result(tmp_path: Path) -> None:
     ways: dict[str, nvme.Make] = {"forgetful": Forgetful}
     rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, ways=ways, place=tmp_path)
-    with pytest.raises(OSError, match="Forgetful: a page came back changed"):
+    with pytest.raises(OSError, match="Forgetful: a page was read back with wrong bytes"):
         list(rows)
 
 
-def test_the_middle_of_the_paired_ratios_is_told_with_the_least_and_the_most() -> None:
+def test_the_median_of_the_paired_ratios_is_shown_with_minimum_and_maximum() -> None:
     load = nvme._load(4096, 8192, 2)
     pairs = [
         {"write": (nvme.Run(1.0 * way, 0.5, 0), nvme.Run(raw, 0.1, 0))}
@@ -89,7 +89,7 @@ def test_the_middle_of_the_paired_ratios_is_told_with_the_least_and_the_most() -
     assert row.cpu_s_per_gib == pytest.approx(0.5 * (1 << 30) / 8192)
 
 
-def test_pages_are_read_in_an_order_of_its_own_and_each_once() -> None:
+def test_pages_are_read_in_another_order_and_each_once() -> None:
     load = nvme._load(4096, 64 * 4096, 2)
     assert sorted(load.order) == list(range(64))
     assert load.order != sorted(load.order)
@@ -98,12 +98,12 @@ def test_pages_are_read_in_an_order_of_its_own_and_each_once() -> None:
     assert load.pages.dtype == np.uint8
 
 
-def test_a_thread_that_does_not_let_go_of_the_lock_is_seen() -> None:
+def test_thread_that_holds_the_gil_is_detected() -> None:
     held: list[float] = []
 
     def hold() -> None:
         begin = perf_counter()
-        sum(range(20_000_000))  # one call into C that never lets go
+        sum(range(20_000_000))  # one call into C that never releases the lock
         held.append(perf_counter() - begin)
 
     begin = perf_counter()

@@ -1,4 +1,4 @@
-"""``bench prefetch`` at tiny sizes, and the server it simulates in cases that can be worked out by hand."""
+"""Test ``bench prefetch`` at tiny sizes, and test the server that it simulates against cases computed by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def served(policy: Policy, requests: list[Request], sizes: Sizes = SIZES) -> Out
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_nobody_has_is_computed_under_every_policy(policy: Policy) -> None:
+def test_pages_in_no_tier_are_computed_under_every_policy(policy: Policy) -> None:
     found = served(policy, [request(0.0, A), request(1.0, B)])
     assert found.ttfts == [6.0, 11.0]
     assert found.stalls == [0.0, 0.0]
@@ -38,35 +38,38 @@ def test_what_nobody_has_is_computed_under_every_policy(policy: Policy) -> None:
 
 
 def again(gap: float) -> list[Request]:
-    """A, then two others that push it out of HBM, then A once more."""
+    """Return requests for A, then for B and C, which evict A from HBM, then for A again, ``gap`` seconds later."""
     return [request(0.0, A), request(10.0, B), request(20.0, C), request(30.0 + gap, A, more=1)]
 
 
 def test_loads_on_look_up_are_waited_for() -> None:
     found = served("on-lookup", again(0.0))
     assert found.stalls[:3] == [0.0] * 3
-    assert found.stalls[3] == 1.0  # three loads of 1 s beside 2 s of computing
+    assert found.stalls[3] == 1.0  # three loads of 1 s overlap with 2 s of computing
     assert found.ttfts[3] == 3.0
 
 
-def test_without_loads_all_is_computed_again() -> None:
+def test_without_loads_everything_is_recomputed() -> None:
     assert served("none", again(0.0)).ttfts[3] == 8.0
 
 
-def test_who_sees_the_future_waits_for_nothing() -> None:
+def test_oracle_policy_never_stalls() -> None:
     found = served("oracle", again(0.0))
     assert found.stalls == [0.0] * 4
-    assert found.brought == 0  # it keeps what comes again, and lets go what does not
+    assert found.brought == 0  # it keeps pages that are requested again, and drops the others
 
 
-def test_a_request_that_waits_has_its_pages_brought_meanwhile() -> None:
+def test_pages_of_a_waiting_request_are_prefetched() -> None:
     queued = [request(0.0, A), request(10.0, B), request(20.0, C, output=200), request(20.5, A, more=1)]
     assert served("on-lookup", queued).stalls[3] == 1.0
     assert served("ours", queued).stalls[3] == 0.0
 
 
-def test_a_turn_that_is_expected_has_its_pages_there_when_it_comes() -> None:
-    """A comes every 40 s, others push it out in between, and nobody waits in a queue. Three pauses tell."""
+def test_pages_of_an_expected_turn_are_loaded_before_it_arrives() -> None:
+    """Request A every 40 s, and evict its pages in between. After three pauses, the next turn is expected.
+
+    No request waits for another one.
+    """
     turns = [request(40.0 * turn, A[:2]) for turn in range(7)]
     others = [request(40.0 * turn + gap, chain(3, f"{turn}/{gap}")) for turn in range(7) for gap in (10, 20)]
     requests = sorted(turns + others, key=lambda each: each.at)
@@ -82,12 +85,12 @@ def test_pages_from_disk_are_read_before_they_are_loaded_and_delay_computing() -
     assert served("on-lookup", sequence, small).stalls[3] == 8.0
 
 
-def test_a_request_larger_than_hbm_is_passed_over() -> None:
+def test_request_larger_than_hbm_is_skipped() -> None:
     found = served("ours", [request(0.0, chain(6, "large")), request(0.0, A)])
     assert (found.too_long, len(found.stalls)) == (1, 1)
 
 
-def test_a_page_in_use_never_leaves_and_a_kept_one_last() -> None:
+def test_pinned_pages_are_never_evicted_and_kept_pages_last() -> None:
     memory = Memory(SIZES)
     memory.store(A, 0.0)
     memory.store(B, 1.0)
@@ -100,7 +103,7 @@ def test_a_page_in_use_never_leaves_and_a_kept_one_last() -> None:
     assert memory.match(A) == [Tier.HBM, Tier.HOST, Tier.HOST]
 
 
-def test_what_is_brought_ahead_displaces_none_that_is_kept_or_in_use() -> None:
+def test_prefetched_pages_displace_no_page_that_is_kept_or_in_use() -> None:
     memory = Memory(SIZES)
     memory.store(A, 0.0)
     memory.store(B, 1.0)
@@ -113,7 +116,7 @@ def test_what_is_brought_ahead_displaces_none_that_is_kept_or_in_use() -> None:
     assert set(memory.hbm) == {*A, B[0], C[0], C[1]}
 
 
-def test_a_session_is_told_by_its_pages_and_its_next_turn_by_three_pauses() -> None:
+def test_session_is_identified_by_its_pages_and_predicted_after_three_pauses() -> None:
     sessions, at = Sessions(), 0.0
     first = sessions.arrived(request(0.0, A[:2]), 0.0)
     for pause in (4.0, 9.0, 5.0):
@@ -124,14 +127,14 @@ def test_a_session_is_told_by_its_pages_and_its_next_turn_by_three_pauses() -> N
     assert sessions.arrived(request(21.0, B), 21.0) != first
 
 
-def test_what_only_begins_alike_is_another_session() -> None:
+def test_request_with_only_a_common_prefix_is_another_session() -> None:
     sessions = Sessions()
     first = sessions.arrived(request(0.0, A[:1]), 0.0)
     sessions.answered(first, request(0.0, A[:1]), 5.0)
     assert sessions.arrived(request(9.0, A), 9.0) != first
 
 
-def test_the_figures_of_nothing_are_nothing() -> None:
+def test_mean_and_p99_of_no_values_are_zero() -> None:
     assert (mean([]), p99([])) == (0.0, 0.0)
     assert p99([float(i) for i in range(200)]) == 198.0
 
@@ -151,7 +154,7 @@ def trace(folder: Path) -> Path:
     return file
 
 
-def test_bench_prefetch_tells_a_row_for_each_policy_and_use(tmp_path: Path) -> None:
+def test_bench_prefetch_prints_a_row_for_each_policy_and_use(tmp_path: Path) -> None:
     words = [
         "bench",
         "prefetch",
@@ -178,4 +181,4 @@ def test_bench_prefetch_tells_a_row_for_each_policy_and_use(tmp_path: Path) -> N
 def test_bench_prefetch_refuses_a_tier_of_no_page(tmp_path: Path, option: str, value: str) -> None:
     result = CliRunner().invoke(app, ["bench", "prefetch", str(trace(tmp_path)), option, value, "--json"])
     assert result.exit_code == 2
-    assert "at least one block" in json.loads(result.stdout.splitlines()[-1])["error"]
+    assert "at least the size of one block" in json.loads(result.stdout.splitlines()[-1])["error"]

@@ -1,4 +1,4 @@
-"""The benchmark of first tokens at tiny sizes, on the CPU. No time is asserted."""
+"""Test ``bench ttft``, the time to first token, at tiny sizes on the CPU. No test checks a duration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, result.stdout.splitlines()[-1]
 
 
-def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Path) -> None:
+def test_bench_ttft_prints_a_row_for_each_source(tmp_path: Path) -> None:
     code, line = run("--dir", str(tmp_path), "--disk-prefix", "128")
     assert code == 0
     rows = json.loads(line)["rows"]
@@ -61,8 +61,8 @@ def test_bench_ttft_tells_a_row_for_each_place_that_pages_come_from(tmp_path: Pa
     ("words", "what"),
     [
         (("--shape", "huge"), "llama-3.1-8b"),
-        (("--prefix", "5"), "--prefix must be at least 64, one page of tokens, got 5"),
-        (("--disk-prefix", "5"), "--disk-prefix must be at least 64, one page of tokens, got 5"),
+        (("--prefix", "5"), "--prefix must be at least 64 tokens (one page), got 5"),
+        (("--disk-prefix", "5"), "--disk-prefix must be at least 64 tokens (one page), got 5"),
         (("--dir", "/nowhere/at/all"), "no such folder"),
         (("--chunk", "32,none"), "--chunk must be numbers of tokens from 1"),
         (("--chunk", "0"), "--chunk must be numbers of tokens from 1"),
@@ -75,13 +75,13 @@ def test_bench_ttft_refuses_what_cannot_be_measured(words: tuple[str, ...], what
 
 
 @pytest.mark.parametrize("option", ["--prefix", "--question", "--page-size", "--disk-prefix"])
-def test_bench_ttft_refuses_more_tokens_than_can_be_made(option: str) -> None:
+def test_bench_ttft_refuses_more_tokens_than_can_be_created(option: str) -> None:
     result = CliRunner().invoke(app, ["bench", "ttft", "--device", "cpu", option, "100000000000000"])
     assert result.exit_code == 2
     assert option in result.output
 
 
-def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_created(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tierstore.bench.ttft.available_nbytes", lambda: 20 << 30)
@@ -96,10 +96,10 @@ def test_a_model_that_memory_has_no_room_for_is_refused_before_it_is_made(
 
 
 @pytest.mark.parametrize(("gib", "chunk"), [(80, 65536), (44, 65536), (40, 16384), (0, 16384)])
-def test_a_prompt_is_computed_in_chunks_that_the_card_has_room_for(
+def test_a_prompt_is_computed_in_chunks_that_fit_into_device_memory(
     gib: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An 8B model, its weights and 131,072 tokens of pages are 31 GiB."""
+    """Use the 8B model, whose weights take 31 GiB together with the pages of 131,072 tokens."""
 
     class Card:
         def available_nbytes(self) -> int | None:
@@ -110,12 +110,12 @@ def test_a_prompt_is_computed_in_chunks_that_the_card_has_room_for(
     assert ask.chunk(16384) == chunk
 
 
-def test_weights_are_counted_as_the_model_has_them() -> None:
+def test_weight_bytes_equal_those_of_the_model() -> None:
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=16, question=4, page_size=16, rounds=1))
     assert bench.ask.weights_nbytes == 2 * bench.parameters
 
 
-def test_pages_that_come_back_otherwise_are_no_result() -> None:
+def test_pages_restored_with_other_bytes_give_no_result() -> None:
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=32, question=4, page_size=16, rounds=1))
     with bench._rig(32, {"host": bench._host(32)}) as rig:
         rig.send_down(Tier.HOST)
@@ -123,15 +123,15 @@ def test_pages_that_come_back_otherwise_are_no_result() -> None:
         with rig.store.acquire(rig.prefix) as lease:
             lease.wait(60.0)
             rig._pages[lease.slots[1]][0] += 1
-        with pytest.raises(RuntimeError, match="other bytes"):
+        with pytest.raises(RuntimeError, match="wrong bytes"):
             rig.checked(lossy=False)
         rig.store.evict(rig.keys)
-        with pytest.raises(RuntimeError, match="only 0 tokens"):
+        with pytest.raises(RuntimeError, match="0 tokens were reused, but the prefix has 32"):
             rig.answer()
 
 
-def test_operations_of_a_prompt_are_those_of_its_matrix_products() -> None:
-    """Counted by torch, over a causal mask that it counts in full."""
+def test_operations_of_a_prompt_equal_those_of_its_matrix_products() -> None:
+    """torch also counts the operations that the causal mask saves, so the test adds them to the expected number."""
     from torch.utils.flop_counter import FlopCounterMode
 
     bench = Bench(Ask(device="cpu", shape="tiny", prefix=16, question=48, page_size=16, rounds=1))

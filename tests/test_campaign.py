@@ -1,4 +1,7 @@
-"""Campaigns find nothing at a small size, and every planted lie; what may be there after a kill is worked out right."""
+"""Test that small campaigns report no faults, and that they find every planted fault.
+
+Also tests which pages a campaign expects after a kill.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(autouse=True)
 def _kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories that a campaign keeps."""
+    """Make campaigns create their directories, some of which they keep, in the test's own folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def play(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    """The summary of a campaign."""
+    """Run a campaign and return its summary. Assert that its exit status agrees with the summary."""
     status = main([*arguments, "--json"])
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert isinstance(summary, dict)
@@ -47,7 +50,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("level", "payload", "codec"), MODES)
-def test_kills_leave_what_was_promised(
+def test_kills_leave_every_guarantee_intact(
     level: str, payload: str, codec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--level", level, "--payload", payload, "--codec", codec, "--turns", "6", "--seed", "5"]
@@ -60,7 +63,9 @@ def test_kills_leave_what_was_promised(
 
 @pytest.mark.parametrize("level", ["tier", "store"])
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_lie_of_the_victim_is_found(level: str, plant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_false_report_of_the_victim_is_found(
+    level: str, plant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = play(
         capsys,
         "kill",
@@ -80,7 +85,7 @@ def test_a_lie_of_the_victim_is_found(level: str, plant: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(("payload", "codec"), [(p, c) for p in ("lmdb", "extents") for c in ("none", "exp")])
-def test_damage_costs_pages_and_is_counted(
+def test_damage_loses_only_pages_and_is_counted(
     payload: str, codec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--payload", payload, "--codec", codec, "--damages", "500", "--seed", "5"]
@@ -92,7 +97,7 @@ def test_damage_costs_pages_and_is_counted(
 
 
 @pytest.mark.parametrize("plant", DAMAGE_PLANTS)
-def test_a_survivor_that_serves_damage_or_dies_is_found(
+def test_survivor_that_serves_damage_or_crashes_is_found(
     plant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = play(capsys, "damage", "--damages", "500", "--plant", plant, "--seed", "1")
@@ -102,30 +107,30 @@ def test_a_survivor_that_serves_damage_or_dies_is_found(
 
 
 def act(say: Say, turn: object) -> None:
-    """A victim that ends by itself."""
+    """Report that a write begins, then raise an error, as a failing victim does."""
     say("begin")
     raise AssertionError("nothing to do")
 
 
 def look(say: Say, *_: object) -> None:
-    """Never reached."""
+    """Do nothing. This is never called, because the victim fails."""
 
 
 def fill(say: Say, subject: Subject, home: Path, *_: object) -> None:
-    """A directory that lost two of ten places."""
+    """Report that only 8 pages fit into the used directory, but 10 into a new one."""
     home.mkdir()
     say("10 10 5 0" if home.name.endswith("-new") else "8 8 5 0")
 
 
 class Broken:
-    """A level whose victim fails and whose directories leak."""
+    """A level whose victim fails and whose directories leak space."""
 
     act = staticmethod(act)
     look = staticmethod(look)
     fill = staticmethod(fill)
 
 
-def test_a_victim_that_fails_and_room_that_leaked_are_found(tmp_path: Path) -> None:
+def test_a_victim_that_fails_and_leaked_space_are_found(tmp_path: Path) -> None:
     kills = Kills(Broken(), tmp_path, payload="extents", codec="none", seed=1)
     kills.play(1, lambda done: None)
     first, second = kills.faults
@@ -133,7 +138,7 @@ def test_a_victim_that_fails_and_room_that_leaked_are_found(tmp_path: Path) -> N
     assert "8 pages fit after the turns, 10 in a new directory" in second
 
 
-def test_a_child_that_ends_in_a_signal_or_says_why_it_fails_is_heard(tmp_path: Path) -> None:
+def test_child_process_errors_and_output_are_returned(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="nothing to do"):
         Child(act, None).end()
     assert Child(fill, None, tmp_path / "x").end() == ["8 8 5 0"]
@@ -163,19 +168,19 @@ def heard(*lines: str, there: dict[int, int] | None = None) -> Ledger:
         (("begin", "open"), {7: {1}}),
     ],
 )
-def test_what_may_be_found_follows_from_what_was_said(
+def test_expected_hits_follow_from_the_reported_puts(
     lines: tuple[str, ...], allowed: dict[int, set[int | None]]
 ) -> None:
     assert heard(*lines, there={7: 1}).allowed(may_drop=False) == allowed
 
 
-def test_what_may_be_found_with_less_room() -> None:
+def test_expected_hits_with_less_space() -> None:
     assert heard(there={7: 1}).allowed(may_drop=True) == {7: {1, None}}
     assert heard("write 2 7", there={7: 1}).allowed(may_drop=False, may_fail=True) == {7: {1, 2, None}}
     settled = heard("write 2 7", "synced 1", there={7: 1})
     assert settled.allowed(may_drop=False, may_fail=True) == {7: {2}}
     settled.settle([])
-    assert settled.allowed(may_drop=False) == {7: {None}}  # it came once, and may not come back
+    assert settled.allowed(may_drop=False) == {7: {None}}  # the page was missing once, and must not return
     assert settled.history == {7: {2}}
 
 

@@ -1,4 +1,4 @@
-"""The command line, by its output and exit code: each command once as a user runs it, in a process of its own."""
+"""Tests of the command line's output and exit codes. Each command runs at least once in a separate process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import forked
 from tests.support.pages import PATIENCE_S
 from tierstore.cli import doctor
 from tierstore.cli.app import app
@@ -29,7 +29,7 @@ from tierstore.types import PageKey, Tier, Transfer
 
 
 def tierstore(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in this process, where torch is loaded already."""
+    """Run the command in this process, where torch is already imported. ``answer`` is its standard input."""
     words = [str(argument) for argument in arguments]
     result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, words, input=answer)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -38,19 +38,16 @@ def tierstore(*arguments: str | Path, answer: str = "") -> subprocess.CompletedP
 
 
 def tierstore_process(*arguments: str | Path, answer: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-c", "from tierstore.cli import main; main()", *map(str, arguments)]
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    return subprocess.run(
-        command, input=answer, env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    """Run the command in a separate process. ``answer`` is its standard input."""
+    environment = {"COLUMNS": "200", "NO_COLOR": "1"}
+    return forked.run(forked.TIERSTORE, *arguments, given=answer, env=environment)
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_without_a_command_it_says_what_there_is() -> None:
+def test_without_a_command_the_commands_are_listed() -> None:
     result = tierstore_process()
     assert result.returncode == 2
     for command in ("config-schema", "demo", "doctor", "inspect", "verify", "purge"):
@@ -58,7 +55,7 @@ def test_without_a_command_it_says_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("doctor", "--nonsense")])
-def test_what_is_not_understood_ends_with_code_2(arguments: tuple[str, ...]) -> None:
+def test_unknown_arguments_exit_with_code_2(arguments: tuple[str, ...]) -> None:
     result = tierstore(*arguments)
     assert result.returncode == 2
     assert "nonsense" in result.stderr
@@ -73,7 +70,7 @@ def test_config_schema_prints_the_schema_and_nothing_else(arguments: tuple[str, 
     assert len(result.stdout.splitlines()) == 1 or "--json" not in arguments
 
 
-def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
+def test_doctor_reports_the_machines_resources(tmp_path: Path) -> None:
     result = tierstore_process("doctor", "--path", tmp_path, "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     report = last_line(result)
@@ -86,7 +83,7 @@ def test_doctor_names_what_the_machine_gives(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_says_what_auto_finds_of_the_disk(tmp_path: Path) -> None:
+def test_doctor_shows_the_measured_disk_speed_and_auto_readers(tmp_path: Path) -> None:
     if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
     checks = {check.name: check.value for check in doctor.disk_speed(tmp_path)}
@@ -95,7 +92,7 @@ def test_doctor_says_what_auto_finds_of_the_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_answers_for_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_doctor_accepts_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     result = tierstore("doctor", "--path", tmp_path / "a" / "b", "--json")
     assert result.returncode == 0
     disk = next(check for check in last_line(result)["checks"] if check["name"] == "disk")
@@ -103,7 +100,7 @@ def test_doctor_answers_for_a_directory_that_is_not_there_yet(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_fails_where_no_file_can_be_made(tmp_path: Path) -> None:
+def test_doctor_fails_where_no_file_can_be_created(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a directory", encoding="utf-8")
     result = tierstore("doctor", "--path", file, "--json")
@@ -121,7 +118,7 @@ def test_doctor_fails_where_no_file_can_be_made(tmp_path: Path) -> None:
         ("\n", "unknown", "note"),
     ],
 )
-def test_doctor_says_whether_memory_gets_huge_pages(
+def test_doctor_reports_whether_memory_gets_huge_pages(
     allowed: str, value: str, state: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "enabled"
@@ -131,13 +128,13 @@ def test_doctor_says_whether_memory_gets_huge_pages(
     assert state == "ok" or str(file) in check.why
 
 
-def test_doctor_says_that_a_kernel_has_no_huge_pages(tmp_path: Path) -> None:
+def test_doctor_reports_a_kernel_without_huge_pages(tmp_path: Path) -> None:
     check = doctor.huge_pages(tmp_path / "enabled")
     assert (check.value, check.state) == ("none", "note")
     assert "small pages" in check.why
 
 
-def test_a_machine_without_a_gpu_is_told_to_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_suggests_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (check,) = doctor.cuda()
     assert check.state == "note"
@@ -150,7 +147,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: p
     core, _, optional = doctor.packages()
     assert (core.name, core.state) == ("no-such-package-here", "fail")
     assert (optional.name, optional.state) == ("no-such-package-either", "note")
-    assert ".[hf]" in optional.why
+    assert "tierstore[hf]" in optional.why
 
 
 FINGERPRINT = "f1" * 32
@@ -176,7 +173,7 @@ def open_tier(home: Path) -> NvmeTier:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A closed store's directory that holds 5 pages."""
+    """Return the directory of a closed store with 5 pages."""
     tier = open_tier(tmp_path / "home")
     pages = [np.full(PAGE_NBYTES, value, np.uint8) for value in range(5)]
     slots, parents = tuple(range(5)), (None, *keys(4))
@@ -196,9 +193,7 @@ def flip_a_byte_of_a_page(home: Path) -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "purge"])
 @pytest.mark.parametrize("foreign", ["missing", "not ours"])
-def test_a_directory_that_is_not_a_stores_is_refused_and_left_alone(
-    tmp_path: Path, command: str, foreign: str
-) -> None:
+def test_foreign_directory_is_refused_and_unchanged(tmp_path: Path, command: str, foreign: str) -> None:
     folder = tmp_path / "folder"
     if foreign == "not ours":
         folder.mkdir()
@@ -246,8 +241,30 @@ def test_the_model_of_a_store_is_in_the_table_and_an_empty_directory_is_called_e
     assert "is empty" in result.stderr
 
 
+def test_inspect_shows_the_name_of_a_model_stored_under_a_digest(tmp_path: Path) -> None:
+    """Open a store whose ``model`` is a weight digest, as in the transformers adapter, with and without ``name``."""
+    path, digest = tmp_path / "store", "3fa4" + "0" * 60
+    config = load_config(
+        {"hbm": {"capacity": "64KiB", "device": "cpu"}, "nvme": {"path": path, "capacity": "8MiB"}}
+    )
+
+    def shown(**more: str) -> str:
+        spec = PageSpec(num_layers=1, page_size=4, num_kv_heads=1, head_dim=8, dtype="float32", model=digest)
+        TierStore.open(config, spec, **more).close()  # type: ignore[arg-type]
+        return tierstore("inspect", path).stdout
+
+    assert digest[:12] in shown()
+    told = shown(name="smollm2")
+    assert "smollm2, weights 3fa400000000" in told
+    assert digest not in told
+    assert "smollm2, weights" in shown()  # the name is kept if a later opening gives none
+    assert "tiny, weights 3fa4" in shown(name="tiny")
+    with pytest.raises(TypeError, match="name must be a string, got 7"):
+        shown(name=7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_long_model_is_cut_to_one_line_and_leaves_room_for_all_else_of_its_shard(
+def test_a_long_model_name_is_cut_to_one_line_and_leaves_space_for_the_other_columns(
     tmp_path: Path, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = json.dumps({f"setting_{number}": [number] * 4 for number in range(200)}, indent=1)
@@ -289,7 +306,7 @@ def test_verify_reads_every_record(home: Path) -> None:
     assert (report["ok"], report["checked"], report["bad"]) == (True, 5, 0)
 
 
-def test_verify_names_the_record_that_is_not_what_was_written(home: Path) -> None:
+def test_verify_names_the_damaged_record(home: Path) -> None:
     flip_a_byte_of_a_page(home)
     result = tierstore("verify", home, "--json")
     assert result.returncode == 1
@@ -299,7 +316,7 @@ def test_verify_names_the_record_that_is_not_what_was_written(home: Path) -> Non
     assert keys(5)[3].hex() in result.stdout.splitlines()[1]
 
 
-def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
+def test_verify_fails_for_a_directory_in_use(home: Path) -> None:
     tier = open_tier(home)
     try:
         result = tierstore_process("verify", home, "--json")
@@ -311,7 +328,7 @@ def test_verify_does_not_vouch_for_a_directory_in_use(home: Path) -> None:
 
 @contextmanager
 def only_to_be_read(home: Path) -> Iterator[None]:
-    """As on a medium that nothing can be written to, for who has no privilege."""
+    """Within the block, make a directory read-only, as on a read-only medium. Privileged users can still write."""
     paths = [home, *home.rglob("*")]
     before = [path.stat().st_mode for path in paths]
     for path, mode in zip(paths, before, strict=True):
@@ -324,22 +341,21 @@ def only_to_be_read(home: Path) -> Iterator[None]:
 
 
 def unprivileged(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command, run by who may write only where permissions say so, as root may not either then."""
-    drop = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); "  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
-    command = "from tierstore.cli import main; main()"
-    again = f"os.execv(sys.executable, [sys.executable, '-c', {command!r}, *sys.argv[1:]])"
-    return subprocess.run(
-        [sys.executable, "-c", drop + again, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+    """Run the command without the privilege to override file permissions, even if the tests run as root."""
+    drop = (
+        "import ctypes; libc = ctypes.CDLL(None)\n"
+        "header = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"  # version 3, this process
+        "sets = (ctypes.c_uint32 * 6)()\n"  # effective, permitted, inheritable; then those above 31
+        "assert libc.capget(header, sets) == 0\n"
+        "sets[0] &= ~2; sets[1] &= ~2; sets[2] &= ~2\n"  # CAP_DAC_OVERRIDE
+        "assert libc.capset(header, sets) == 0\n"
     )
+    return forked.run(drop + forked.TIERSTORE, *arguments)
 
 
 @pytest.mark.parametrize("locked_before", [True, False])
-def test_what_may_only_be_read_is_shown_and_verified(home: Path, locked_before: bool) -> None:
-    if not locked_before:  # copied, or put on the medium, without it
+def test_read_only_directory_is_inspected_and_verified(home: Path, locked_before: bool) -> None:
+    if not locked_before:  # as if the directory had been copied without its lock file
         (home / f"{SHARD}.lock").unlink()
     before = sorted(home.rglob("*"))
     with only_to_be_read(home):
@@ -352,7 +368,7 @@ def test_what_may_only_be_read_is_shown_and_verified(home: Path, locked_before: 
     assert sorted(home.rglob("*")) == before
 
 
-def test_verify_of_what_may_only_be_read_does_not_vouch_for_what_is_in_use(home: Path) -> None:
+def test_verify_fails_for_a_read_only_directory_in_use(home: Path) -> None:
     tier = open_tier(home)
     try:
         with only_to_be_read(home):
@@ -364,7 +380,7 @@ def test_verify_of_what_may_only_be_read_does_not_vouch_for_what_is_in_use(home:
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "what?\n"])
-def test_purge_removes_nothing_unless_told_yes(home: Path, answer: str) -> None:
+def test_purge_removes_nothing_without_confirmation(home: Path, answer: str) -> None:
     result = tierstore("purge", home, "--json", answer=answer)
     assert result.returncode == 1
     assert "Remove 'all'" in result.stderr
@@ -372,7 +388,7 @@ def test_purge_removes_nothing_unless_told_yes(home: Path, answer: str) -> None:
     assert (home / SHARD / "data.mdb").exists()
 
 
-def test_purge_that_can_ask_nobody_names_the_option_that_it_needs(home: Path) -> None:
+def test_purge_without_a_terminal_names_the_option_that_it_needs(home: Path) -> None:
     result = tierstore_process("purge", home, "--json", answer="")
     assert result.returncode == 2
     question, why = result.stderr.splitlines()
@@ -400,7 +416,7 @@ def test_purge_removes_what_the_store_wrote_and_nothing_else(
     assert (home / "letter.txt").read_text(encoding="utf-8") == "dear"
 
 
-def test_purge_of_another_fingerprint_or_of_damage_keeps_what_is_sound(home: Path) -> None:
+def test_purge_of_another_fingerprint_or_damage_keeps_intact_directories(home: Path) -> None:
     for which, code in (("e0", 1), ("damaged", 0)):
         result = tierstore("purge", home, "--yes", "--which", which, "--json")
         assert (result.returncode, last_line(result)["removed"]) == (code, [])

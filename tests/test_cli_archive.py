@@ -1,11 +1,8 @@
-"""``tierstore export`` and ``tierstore import``, by their output and exit code."""
+"""Tests of the output and exit codes of ``tierstore export`` and ``tierstore import``."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from tests.adapters.tiny import tiny_llama
 from tests.archive.rig import Shelf, imported, run
+from tests.support import forked
 from tests.support.folders import save_with_byte_tokenizer
 from tests.support.pages import SPEC, chain, nvme_capacity, read, tiers, write
 from tests.test_cli import last_line, only_to_be_read, tierstore, tierstore_process, unprivileged
@@ -35,12 +33,12 @@ KEYS = chain(6)
 
 
 def here(*words: str | Path) -> Result:
-    """The command in this process, where torch and transformers are loaded already."""
+    """Run the command in this process, where torch and transformers are already imported."""
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def configured(directory: Path, name: str = "store", **nvme: object) -> Path:
-    """A configuration file whose store is in ``directory / name``."""
+    """Write a configuration file whose store is in ``directory / name``, and return its path."""
     path = directory / f"{name}.yaml"
     section = {"path": str(directory / name), "capacity": nvme_capacity(100), **nvme}
     path.write_text(yaml.safe_dump({"nvme": section}), encoding="utf-8")
@@ -55,14 +53,14 @@ def filled(
     return configured(directory, name)
 
 
-def test_all_pages_go_out_and_come_into_an_empty_store(tmp_path: Path) -> None:
+def test_all_pages_are_exported_and_imported_into_an_empty_store(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     result = tierstore("export", "--config", filled(tmp_path), "--all", out, "--json")
     assert result.returncode == 0, result.stderr
     report = last_line(result)
     assert (report["ok"], report["pages"], report["codecs"], report["missing"]) == (True, 6, {"none": 6}, [])
     assert report["nbytes"] == out.stat().st_size
-    assert f"{out}: 6 pages (6 with codec none)" in result.stdout
+    assert "6 pages: 6 not compressed (codec none)" in result.stdout
     elsewhere = configured(tmp_path, "elsewhere")
     for present in (0, 6):
         result = tierstore("import", "--config", elsewhere, out, "--json")
@@ -73,7 +71,7 @@ def test_all_pages_go_out_and_come_into_an_empty_store(tmp_path: Path) -> None:
         assert read(store, KEYS) == 6
 
 
-def test_pages_go_out_of_a_store_that_may_only_be_read(tmp_path: Path) -> None:
+def test_pages_are_exported_from_a_read_only_store(tmp_path: Path) -> None:
     config, out = filled(tmp_path), tmp_path / "x.tier"
     with only_to_be_read(tmp_path / "store"):
         result = unprivileged("export", "--config", config, "--all", out, "--json")
@@ -81,7 +79,7 @@ def test_pages_go_out_of_a_store_that_may_only_be_read(tmp_path: Path) -> None:
     assert last_line(result)["pages"] == 6
 
 
-def test_the_keys_of_a_file_go_out_and_the_missing_ones_are_named(tmp_path: Path) -> None:
+def test_keys_listed_in_a_file_are_exported_and_missing_ones_named(tmp_path: Path) -> None:
     missing = chain(1, "missing")[0]
     listed = tmp_path / "keys.txt"
     lines = ["# the first two", KEYS[0].hex(), f"  {KEYS[1].hex().upper()}  # in capitals", "", missing.hex()]
@@ -103,7 +101,7 @@ def test_the_keys_of_a_file_go_out_and_the_missing_ones_are_named(tmp_path: Path
     ("text", "why"),
     [("zz", "line 1: a key has 72 hex digits, got 'zz'"), ("00", "line 1"), ("# none", "has no keys")],
 )
-def test_what_is_no_key_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
+def test_invalid_key_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
     listed = tmp_path / "keys.txt"
     listed.write_text(text, encoding="utf-8")
     result = tierstore("export", "--config", configured(tmp_path), "--keys", listed, tmp_path / "x.tier")
@@ -112,7 +110,7 @@ def test_what_is_no_key_is_refused_by_its_line(tmp_path: Path, text: str, why: s
     assert not (tmp_path / "x.tier").exists()
 
 
-def test_what_cannot_be_exported_as_asked_ends_with_code_2_and_no_file(tmp_path: Path) -> None:
+def test_impossible_export_exits_with_code_2_and_no_file(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     config = filled(tmp_path)
     none = tmp_path / "none.yaml"
@@ -133,7 +131,7 @@ def test_what_cannot_be_exported_as_asked_ends_with_code_2_and_no_file(tmp_path:
         assert not out.exists()
 
 
-def test_of_several_models_one_is_chosen_by_its_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_option_chooses_one_of_several_models(tmp_path: Path) -> None:
     config = filled(tmp_path)
     filled(tmp_path, KEYS[:2], OTHER)
     result = tierstore("export", "--config", config, "--all", tmp_path / "x.tier")
@@ -145,7 +143,7 @@ def test_of_several_models_one_is_chosen_by_its_fingerprint(tmp_path: Path) -> N
     assert (result.returncode, last_line(result)["pages"]) == (0, 2)
 
 
-def test_a_foreign_models_file_is_refused_by_name_unless_it_is_told_to_be_new(tmp_path: Path) -> None:
+def test_archive_of_another_model_is_refused_unless_declared_new(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     assert tierstore("export", "--config", filled(tmp_path), "--all", out).returncode == 0
     other = filled(tmp_path, KEYS[:2], OTHER, "other")
@@ -189,7 +187,7 @@ def test_a_damaged_file_is_refused_or_imported_in_part_with_the_page_named(tmp_p
     assert not (tmp_path / "three").exists()
 
 
-def test_what_does_not_fit_the_capacity_is_said(tmp_path: Path) -> None:
+def test_pages_beyond_the_capacity_are_reported(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     keys = chain(16)
     assert tierstore("export", "--config", filled(tmp_path, keys), "--all", out).returncode == 0
@@ -209,32 +207,39 @@ def test_a_store_in_use_is_named_with_its_process(tmp_path: Path) -> None:
     assert "in use by process" in result.stderr
 
 
-def test_interrupted_it_leaves_no_file(tmp_path: Path) -> None:
+EACH_READ = """
+from tierstore.archive.closed_store import ClosedSource
+record = ClosedSource.record
+def interrupted(self, key):
+    os.kill(os.getpid(), signal.SIGINT)
+    return record(self, key)
+ClosedSource.record = interrupted
+"""
+
+CLEAN_UP = """
+from tierstore.archive.atomic_file import Draft
+leave = Draft.__exit__
+def interrupted(self, *error):
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    return leave(self, *error)
+Draft.__exit__ = interrupted
+"""
+
+
+@pytest.mark.parametrize("by", [EACH_READ, EACH_READ + CLEAN_UP])
+def test_interrupted_export_leaves_no_file(tmp_path: Path, by: str) -> None:
+    """Later interrupts do not stop the clean-up that the first one began."""
     config = filled(tmp_path)
     program = (
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        "from tierstore.archive.closed_store import ClosedSource\n"
-        "record = ClosedSource.record\n"
-        "def interrupted(self, key):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return record(self, key)\n"
-        "ClosedSource.record = interrupted\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells make background jobs ignore it
+        f"{by}"
         "from tierstore.cli import main\n"
         "main()\n"
     )
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "export",
-        "--config",
-        str(config),
-        "--all",
-        str(tmp_path / "x.tier"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode in (1, 130, -signal.SIGINT), result.stderr
+    result = forked.run(program, "export", "--config", config, "--all", tmp_path / "x.tier")
+    assert result.returncode in (1, 130), result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "store.yaml"]
 
 
@@ -242,7 +247,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 
 def words_of_the_guide(line: str, directory: Path, model: Path) -> list[str | Path]:
-    """Return a command of the guide, with its files in ``directory`` and a small model."""
+    """Return the arguments of a command line in the guide, with ``model`` as the model and files in ``directory``."""
     program, *words = line.split()
     assert program == "tierstore"
     given = {"smollm2": model} | {
@@ -252,7 +257,7 @@ def words_of_the_guide(line: str, directory: Path, model: Path) -> list[str | Pa
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
-def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Path, chat: bool) -> None:
+def test_document_is_exported_by_its_text_and_answers_elsewhere(tmp_path: Path, chat: bool) -> None:
     folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
     if chat:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -285,7 +290,7 @@ def test_a_documents_pages_go_out_by_its_text_and_answer_elsewhere(tmp_path: Pat
     assert (answers[0].reused_tokens, answers[1].reused_tokens) == (0, 8 * pages)
 
 
-def test_a_documents_dtype_is_that_of_the_directorys_pages(tmp_path: Path) -> None:
+def test_document_export_uses_the_dtype_of_the_directory(tmp_path: Path) -> None:
     folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
     text = "Nothing was ever written in so few bits. " * 2
     ids: list[int] = Session(folder).tokenizer(text)["input_ids"]
@@ -311,7 +316,7 @@ def test_a_documents_dtype_is_that_of_the_directorys_pages(tmp_path: Path) -> No
     assert here(*words, "--dtype", "float32").exit_code == 0
 
 
-def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) -> None:
+def test_pages_of_several_loss_classes_are_exported_to_separate_files(tmp_path: Path) -> None:
     spec = PageSpec(num_layers=2, page_size=8, num_kv_heads=2, head_dim=32, dtype="bfloat16", model="classes")
     tree = {"hbm": {"capacity": "1MiB", "device": "cpu"}}
     chains = {}
@@ -319,7 +324,7 @@ def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) 
         nvme = {"path": str(tmp_path / "store"), "capacity": "32MiB", "codec": codec}
         with TierStore.open(load_config({**tree, "nvme": nvme}), spec) as store:
             keys = store.keys([count] * 8 * count)
-            store.put(keys, store.allocate(count))  # zeros, so that some are kept as they are
+            store.put(keys, store.allocate(count))  # pages of zeros, so that some are stored raw
             chains[codec] = keys
     out, config = tmp_path / "x.tier", configured(tmp_path, codec="int8")
     result = here("export", "--config", config, "--all", out)
@@ -334,7 +339,7 @@ def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) 
         contents = run(read_contents(out))
         assert contents.description.loss_class == name
         assert {item.key for item in contents.items} == {key for codec in codecs for key in chains[codec]}
-    # Keys of one class need no more said; those of two are refused, or the others named.
+    # Keys of one loss class need no further option. Keys of two are refused, unless --loss-class selects one.
     listed = tmp_path / "keys.txt"
     listed.write_text("\n".join(key.hex() for key in chains["none"]), encoding="utf-8")
     assert here("export", "--config", config, "--keys", listed, out).exit_code == 0
@@ -343,11 +348,11 @@ def test_pages_of_several_loss_classes_go_to_files_of_their_own(tmp_path: Path) 
     assert "several loss classes" in here("export", "--config", config, "--keys", listed, out).stderr
     result = here("export", "--config", config, "--keys", listed, "--loss-class", "int8", out)
     assert result.exit_code == 1
-    assert "its loss class is 'exact', but this file takes 'int8' only" in result.stdout
+    assert "its loss class is 'exact', but this file accepts only 'int8'" in result.stdout
     assert {item.key for item in run(read_contents(out)).items} == set(chains["int8"])
 
 
-def test_a_document_that_nobody_read_is_not_exported(tmp_path: Path) -> None:
+def test_document_that_was_never_read_is_not_exported(tmp_path: Path) -> None:
     folder = save_with_byte_tokenizer(tiny_llama(vocabulary=256), tmp_path / "model")
     spec = Session(folder).spec(8)
     (tmp_path / "doc.txt").write_text("Nobody read this text before, nor will they.", encoding="utf-8")
@@ -361,12 +366,29 @@ def test_a_document_that_nobody_read_is_not_exported(tmp_path: Path) -> None:
     out = tmp_path / "x.tier"
     refused: list[tuple[list[str | Path], str]] = [
         ([folder], "no stored page begins with the document"),
+        ([folder], f"{folder} has not read it into {tmp_path / 'store'}"),
+        ([folder], "give it to `tierstore serve` with this configuration (POST /v1/documents)"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([folder, "--dtype", "float31"], "--dtype must be one of"),
         ([folder, "--dtype", "float64"], f"has no pages of {folder} in float64"),
+        ([folder, "--dtype", "float64"], "Let the model read it first"),
     ]
     for arguments, why in refused:
         result = here("export", "--config", config, "--doc", tmp_path / "doc.txt", "--model", *arguments, out)
         assert result.exit_code == 2, result.output
         assert why in result.stderr
     assert not out.exists()
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["no directory", "an empty one"])
+def test_document_export_from_an_unused_directory_asks_to_read_it_first(tmp_path: Path, made: bool) -> None:
+    config, doc = configured(tmp_path), tmp_path / "doc.txt"
+    doc.write_text("Nobody read this.", encoding="utf-8")
+    if made:
+        (tmp_path / "store").mkdir()
+    result = here("export", "--config", config, "--doc", doc, "--model", "smollm2", tmp_path / "x.tier")
+    assert result.exit_code == 2
+    assert f"no store has used {tmp_path / 'store'} yet, so smollm2 has not read {doc}" in result.stderr
+    assert "Let the model read it first" in result.stderr
+    result = here("export", "--config", config, "--doc", tmp_path / "no", "--model", "m", tmp_path / "x.tier")
+    assert (result.exit_code, "--doc" in result.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""What a command leaves behind when it is told to end, and what it says when nobody can hear it."""
+"""Tests of commands that are ended by a signal, or whose output cannot be written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.command import COMMAND
 
 HANGUP = pytest.param(signal.SIGHUP, marks=pytest.mark.deep)
-"""It is handled as SIGTERM is."""
+"""SIGHUP, which is handled like SIGTERM."""
 
 
 @pytest.mark.parametrize("words", [["config-schema"], ["--help"]])
@@ -27,7 +28,7 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "room", ["tierstore.cli.app", "tierstore.cli.plan", "typer", "rich.table", "pydantic"]
 )
-def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: str) -> None:
+def test_command_interrupted_during_imports_prints_nothing(room: str) -> None:
     program = (
         "import os, signal, sys\n"
         "from importlib.abc import MetaPathFinder\n"
@@ -35,7 +36,7 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: 
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == sys.argv[1]:\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells make background jobs ignore it
         "sys.meta_path.insert(0, Interrupting())\n"
         "from tierstore.cli import main\n"
         "main()\n"
@@ -47,28 +48,20 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_without_a_word(room: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, HANGUP, signal.SIGINT])
-def test_a_command_that_is_told_to_end_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
-    sizes = ["--size", "16MiB", "--page-sizes", "256KiB", "--idle", "3600"]  # it does not end by itself
+def test_a_command_that_gets_sigterm_removes_its_folder(tmp_path: Path, number: signal.Signals) -> None:
+    sizes = ["--size", "16MiB", "--page-sizes", "256KiB", "--idle", "3600"]  # never ends by itself
     words = ["bench", "nvme", "--dir", str(tmp_path), *sizes]
-    before = signal.signal(number, signal.SIG_DFL)  # nohup, and a shell's background jobs, have it ignored
-    try:
-        child = subprocess.Popen(
-            [*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        signal.signal(number, before)
-    with child:
-        assert child.stderr is not None
-        assert child.stderr.readline() == "pages of 256 KiB\n"
+    program = f"import os; os.dup2(1, 2)\n{forked.TIERSTORE}"  # stdout and stderr share a pipe
+    with forked.running(program, *words) as child:
+        assert child.stdout.readline() == "pages of 256 KiB\n"
         child.send_signal(number)
-        child.communicate(timeout=120)
-    assert child.returncode == 128 + number
+        assert child.wait() == 128 + number
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, HANGUP, signal.SIGINT])
-def test_a_command_that_is_told_to_end_within_a_finalizer_ends(number: signal.Signals) -> None:
-    # Python drops what a handler raises while an object is being finalized
+def test_a_command_that_gets_sigterm_within_a_finalizer_exits(number: signal.Signals) -> None:
+    # Python discards an exception that a handler raises while an object is being finalized.
     program = (
         "import os, signal, sys\n"
         "import tierstore.cli.app as app\n"

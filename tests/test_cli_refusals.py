@@ -1,8 +1,14 @@
-"""What a command cannot do is one line: what was given, what was found, what is allowed; and nothing was changed."""
+"""Test that a command that cannot run prints one line and changes nothing.
+
+The line names the given value, what was found, and what is allowed.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +17,7 @@ from typing import get_args, get_type_hints
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.support import forked
 from tests.test_cli import last_line, tierstore
 from tests.test_cli_archive import filled
 from tierstore.cli.app import app
@@ -20,6 +27,8 @@ from tierstore.demo import model as model_room
 from tierstore.demo.model import GEMMA3, KNOWN, SMOLLM2, KnownModel, ModelError, Say, model_folder, short_name
 from tierstore.errors import ConfigError
 from tierstore.plan.geometry import read_model
+
+ROOT = Path(__file__).parents[1]
 
 
 def here(*words: str | Path) -> Result:
@@ -49,11 +58,11 @@ def test_a_file_that_is_missing_is_named_with_what_is_allowed(tmp_path: Path) ->
         ),
         (
             ["export", "--config", config, "--all", tmp_path],
-            (f"{tmp_path} is a directory, not a file name",),
+            (f"{tmp_path} is a directory; expected a regular file or a new name",),
         ),
         (
             ["export", "--config", config, "--all", pipe],
-            (f"OUT {pipe} is a device, pipe or socket, not a file name",),
+            (f"OUT {pipe} is a device, pipe or socket; expected a regular file or a new name",),
         ),
         (
             ["export", "--config", config, "--keys", nowhere, out],
@@ -96,7 +105,7 @@ def test_a_file_that_is_missing_is_named_with_what_is_allowed(tmp_path: Path) ->
         ("google/gemma-3-270m", "gemma3"),
     ],
 )
-def test_a_known_model_goes_by_its_short_and_by_its_own_name_in_every_command(
+def test_a_known_model_is_accepted_by_its_short_and_long_name_in_every_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, short: str
 ) -> None:
     assert short_name(name) == short
@@ -110,17 +119,108 @@ def test_a_known_model_goes_by_its_short_and_by_its_own_name_in_every_command(
     monkeypatch.setattr(model_room, "prepare_model", prepare)
     assert model_folder(name, lambda line: None) == tmp_path
     assert asked == [KNOWN[short]]
-    # The table of `plan` and `replay` knows them by the same names, and means the same model.
+    # `plan` and `replay` know the same model by the same names.
     geometry = read_model(name)
     assert geometry.name.lower() in KNOWN[short].name.lower()
 
 
-def test_a_known_models_own_name_is_that_of_the_folder_it_is_prepared_in() -> None:
+def test_an_unknown_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "no-config").mkdir()
+    (tmp_path / "doc.txt").write_text("text")
+    (tmp_path / "tiers.yaml").write_text(
+        "hbm: {capacity: 1GiB, device: cpu}\nnvme: {path: store, capacity: 1GiB}\n"
+    )
+    before = sorted(tmp_path.rglob("*"))
+    commands = [
+        ["serve", "--config", "tiers.yaml"],
+        ["plan", "--config", "tiers.yaml"],
+        ["demo"],
+        ["export", "--config", "tiers.yaml", "--doc", "doc.txt", "out.kv"],
+        ["bench", "codec"],
+    ]
+    lines = [[*words, "--model", model] for words in commands for model in ("nomodel", "no-config", "")]
+    # All commands run in one process, because starting it takes most of the time.
+    program = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from tierstore.cli.app import app\n"
+        "ended = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([[each.exit_code, each.stderr] for each in ended]))\n"
+    )
+    ended = without_torch([json.dumps(lines)], tmp_path, program)
+    assert ended.returncode == 0, ended.stderr
+    for words, (code, stderr) in zip(lines, json.loads(ended.stdout), strict=True):
+        assert code == 2, words
+        assert "model" in stderr, words
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_wrong_folder_of_documents_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tiers.yaml").write_text("hbm: {capacity: 1GiB, device: cpu}\n")
+    words = ["serve", "--config", "tiers.yaml", "--model", "model", "--documents", "tiers.yaml"]
+    ended = without_torch(words, tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "tierstore: --documents tiers.yaml is not a folder; name an existing folder, or a new one, which will be "
+        "created\n"
+    )
+
+
+def test_start_without_a_terminal_prints_progress_lines(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tiers.yaml").write_text("hbm: {capacity: 1GiB, device: cpu}\n")
+    ended = without_torch(["serve", "--config", "tiers.yaml", "--model", "model", "--port", "0"], tmp_path)
+    assert ended.returncode == 99, "torch is imported once the options are known to be usable"
+    assert ended.stderr == "importing torch and transformers\n"
+
+
+def without_torch(
+    words: list[str], folder: Path, program: str = forked.TIERSTORE
+) -> subprocess.CompletedProcess[str]:
+    """Run ``tierstore`` in a separate process that exits with code 99 if it imports torch or transformers."""
+    ending = (
+        "import os, sys\n"
+        "from importlib.abc import Loader, MetaPathFinder\n"
+        "from importlib.machinery import ModuleSpec\n"
+        "class Ending(MetaPathFinder, Loader):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        return ModuleSpec(name, self) if name in ('torch', 'transformers') else None\n"
+        "    def exec_module(self, module):\n"
+        "        os._exit(99)\n"
+        "sys.meta_path.insert(0, Ending())\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", ending + program, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_is_refused_and_not_taken_for_the_current_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"--model must be smollm2 .*, or a model's folder, got '"):
+        model_folder(name, lambda line: None)
+    with pytest.raises(ConfigError, match=r"the model must be a folder with a config\.json or one of "):
+        read_model(name)
+
+
+def test_known_models_are_listed_under_their_short_names() -> None:
     assert {short_name(known.name) for known in KNOWN.values()} == set(KNOWN)
     assert tuple(KNOWN.values()) == (SMOLLM2, GEMMA3)
 
 
-def test_a_folder_goes_before_a_known_models_long_name(
+def test_a_folder_takes_precedence_over_a_known_models_long_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,13 +253,13 @@ def test_an_unknown_model_is_refused_before_anything_is_fetched(
     assert result.exit_code == 2
     said = " ".join((result.stdout + result.stderr).split())
     assert (
-        "--model nomodel: no such folder, and not a known model: smollm2 (SmolLM2-135M-Instruct), gemma3"
+        "--model nomodel: no such folder, and not a known model; use smollm2 (SmolLM2-135M-Instruct), gemma3"
         in said
     )
 
 
 @pytest.mark.parametrize("command", [["demo"], ["compare"], ["bench", "codec"], ["bench", "hints"]])
-def test_texts_that_are_not_there_are_named_before_a_model_is_fetched(
+def test_missing_texts_are_named_before_a_model_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
 ) -> None:
     def fetched(*_: object, **__: object) -> Path:
@@ -173,12 +273,12 @@ def test_texts_that_are_not_there_are_named_before_a_model_is_fetched(
         assert f"--docs {tmp_path / name} {found}, expected text files" in result.stderr
 
 
-def test_texts_for_hints_are_files(tmp_path: Path) -> None:
+def test_bench_hints_refuses_a_folder_of_texts(tmp_path: Path) -> None:
     result = here("bench", "hints", "--model", "smollm2", "--docs", tmp_path)
     require_refused(result, f"--docs {tmp_path} is a folder, expected text files")
 
 
-def test_plan_and_replay_list_what_they_know() -> None:
+def test_plan_lists_the_known_models() -> None:
     with pytest.raises(ConfigError, match=r"'nomodel' is neither .*known names: .*gemma-3-270m"):
         read_model("nomodel")
 
@@ -194,7 +294,10 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
         "export", "--config", config, "--all", "--loss-class", "int8", tmp_path / "x.tier", "--json"
     )
     assert result.returncode == 2
-    assert "--loss-class must be one of exact, got 'int8'" in last_line(result)["error"]
+    assert (
+        "--loss-class must be one of exact, the classes of this model's pages in "
+        in last_line(result)["error"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +316,7 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ["overlap", "--batch", "foo"],
     ],
 )
-def test_what_is_no_size_is_named_with_its_option(words: list[str]) -> None:
+def test_invalid_size_is_named_with_its_option(words: list[str]) -> None:
     option = next(word for word, value in pairwise(words) if "foo" in value)
     require_refused(here("bench", *words, "--device", "cpu"), f"{option} must be a size", "got 'foo'")
 
@@ -253,7 +356,10 @@ def test_every_option_that_takes_a_float_refuses_what_is_not_finite() -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["nvme", "--page-sizes", "3B"], ["--page-sizes must be multiples of 4096 bytes", "got '3B'"]),
+        (
+            ["nvme", "--page-sizes", "3B"],
+            ["--page-sizes must be multiples of 4 KiB (4,096 bytes)", "got '3B'"],
+        ),
         (["nvme", "--page-sizes", ""], ["--page-sizes must be a size", "got ''"]),
         (["nvme", "--size", "1GB,2GB"], ["--size must be a size", "got '1GB,2GB'"]),
         (["nvme", "--stall-size", "0"], ["--stall-size must be a size", "got '0'"]),
@@ -270,7 +376,7 @@ def test_every_option_that_takes_a_float_refuses_what_is_not_finite() -> None:
         ),
     ],
 )
-def test_sizes_of_a_measurement_that_cannot_be_are_one_line(
+def test_impossible_measurement_sizes_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,7 @@
-"""The comparison with and without the store: tiny models through the same code, real ones where they are prepared."""
+"""Tests of ``compare``, which compares answers with and without the store.
+
+Most tests use tiny models. Real models are tested if they are prepared on this machine.
+"""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -42,7 +45,7 @@ TEXT = [tuple(random_prompt(SMALL.long, seed=seed)) for seed in range(TEXTS)]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """So small products gain nothing from a second thread, and wait long for it on a busy machine."""
+    """Compute with one thread. A second one does not speed up models this small, and can slow them down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 
 def tiny_gemma() -> Gemma3ForCausalLM:
-    """Six layers, every third one full, a window of one page."""
+    """Return a Gemma 3 with six layers. Every third layer has full attention; the others have a window of one page."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
@@ -70,17 +73,17 @@ def tiny_gemma() -> Gemma3ForCausalLM:
 
 
 def silent(line: str) -> None:
-    """Progress that nobody reads."""
+    """Discard a progress message."""
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma])
+@pytest.mark.parametrize("build", [pytest.param(tiny_llama, marks=pytest.mark.deep), tiny_gemma])
 def test_every_case_answers_as_without_the_store(
     build: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
     rows = list(compare(Subject("tiny", build()), TEXT, SMALL, tmp_path, silent))
     assert [(row.case, row.wrong) for row in rows if not row.held] == []
     by_case = {row.case: row for row in rows}
-    assert len(by_case) == len(rows) - 1 == 23  # both stores end with "nothing leaked"
+    assert len(by_case) == len(rows) - 1 == 23  # the rows of both stores end with "nothing leaked"
     assert by_case["greedy, warm"].reused == {"HBM": SMALL.long - 1}
     assert by_case["greedy, from NVME"].reused == {"NVME": SMALL.long - 1}
     assert by_case["greedy, from NVME"].fed == SMALL.new
@@ -89,11 +92,11 @@ def test_every_case_answers_as_without_the_store(
     mixed = by_case["batch of 4: whole, part, inside a page, new"]
     assert mixed.reused == {
         "HBM": 57 + 47 + 42
-    }  # the new one begins at column 57; the third leaves its page at 43
+    }  # the new prompt begins at column 57; the third differs within a page, at 43
     assert near_ties(rows) == 0
 
 
-def test_draft_models_are_right_at_times_and_wrong_at_others(tmp_path: Path) -> None:
+def test_draft_models_have_accepted_and_rejected_drafts(tmp_path: Path) -> None:
     sizes = replace(SMALL, new=30)
     rows = list(compare(Subject("tiny", tiny_llama()), TEXT, sizes, tmp_path, silent, own=()))
     cold = rows[0]
@@ -140,13 +143,13 @@ def test_beams_differ_unless_the_plain_model_scores_them_alike() -> None:
     assert beam_verdict(plain, [[5, 6]], score) == "different"
 
 
-def test_columns_taken_back_are_counted_pass_by_pass() -> None:
+def test_rolled_back_columns_are_counted_per_pass() -> None:
     assert Fed([(0, 1, 10), (10, 1, 5), (12, 1, 1)]).taken_back(13) == [0, 3, 0]
     assert Fed([(0, 2, 10), (10, 2, 1)]).taken_back(11) == [0, 0]
     assert Fed([(0, 1, 10)]).taken_back(8) == [2]
 
 
-def test_prompt_that_is_fed_though_it_was_stored_is_wrong_though_the_answer_is_equal(
+def test_recomputing_a_stored_prompt_is_an_error_even_if_the_answer_is_equal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     honest = Subject.stored
@@ -165,7 +168,7 @@ def test_prompt_that_is_fed_though_it_was_stored_is_wrong_though_the_answer_is_e
     assert f"{SMALL.long + SMALL.new - 1 + 3} tokens were fed" in rows[0].wrong[0]
 
 
-def test_slots_that_nobody_gave_back_are_found(tmp_path: Path) -> None:
+def test_slots_that_were_never_freed_are_found(tmp_path: Path) -> None:
     subject = Subject("tiny", tiny_llama())
     with open_store(subject, SMALL, [mixed_batch(TEXT, SMALL)], tmp_path, with_draft=False) as store:
         comparison = Comparison(subject, store, silent)
@@ -196,7 +199,7 @@ def test_report_names_each_case_and_what_is_wrong() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model's folder, with texts beside it; the command's prompts are small."""
+    """Return the folder of a tiny model, with texts next to it. Make the command use small prompts."""
     monkeypatch.setattr(prompts, "Sizes", lambda: SMALL)
     for number in range(TEXTS):
         (tmp_path / f"text{number}.txt").write_text(f"{number} says {number * 37}. " * 12)
@@ -232,10 +235,10 @@ def test_planted_difference_ends_with_exit_code_1(folder: Path, monkeypatch: pyt
     assert next(row for row in found["rows"] if row["case"] == "greedy, warm")["verdict"] == "different"
 
 
-def test_command_refuses_in_one_line_what_it_cannot_compare(folder: Path) -> None:
+def test_command_refuses_invalid_options_in_one_line(folder: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--model", "nowhere"])
     assert result.exit_code == 2
-    assert "no such folder, and not a known model: smollm2" in result.stderr
+    assert "no such folder, and not a known model; use smollm2" in result.stderr
     for device, why in (("gpu", "must be cpu, cuda or cuda:N"), ("cuda:77", "set it to cpu")):
         result = CliRunner().invoke(app, ["compare", "--model", str(folder), "--device", device])
         assert result.exit_code == 2

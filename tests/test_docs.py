@@ -1,4 +1,4 @@
-"""Tests that the documentation names exist, and of each promise `make test` runs one."""
+"""Test that the tests named in the documentation exist, and that `make test` runs at least one for each promise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 ROWS = re.findall(r"^\| [FK]\d.*$", (DOCS / "field-reports.md").read_text(encoding="utf-8"), re.MULTILINE)
 ELSEWHERE = ("gpu/", "vllm/")
-"""Tests that `make card` and `make test-vllm` run."""
+"""Folders of tests that `make card` and `make test-vllm` run instead of `make test`."""
 
 
 def named_tests(text: str) -> Iterator[tuple[str, str]]:
@@ -31,10 +31,11 @@ def named_tests(text: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def lanes(path: str) -> dict[str, bool]:
-    """Every test of a file: whether `make test` runs it, in some of its cases at least."""
+    """Return, for each test in a file, whether `make test` runs at least one of its cases."""
     file = TESTS / path
     tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
-    deep = any(ast.unparse(node) == "pytestmark = pytest.mark.deep" for node in tree.body)
+    assigned = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    deep = "pytestmark = pytest.mark.deep" in assigned
     return {
         node.name: not deep and all(ast.unparse(each) != "pytest.mark.deep" for each in node.decorator_list)
         for node in ast.walk(tree)
@@ -50,7 +51,7 @@ def test_tests_named_in_the_documentation_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
-def test_make_test_tests_what_a_report_is_about(row: str) -> None:
+def test_make_test_runs_a_test_of_every_report(row: str) -> None:
     tests = list(named_tests(row))
     assert tests
     quick = [
@@ -62,3 +63,16 @@ def test_make_test_tests_what_a_report_is_about(row: str) -> None:
 @pytest.mark.parametrize("path", sorted((TESTS / "field").glob("test_*.py")), ids=lambda path: path.stem)
 def test_every_promise_is_tested_by_make_test(path: Path) -> None:
     assert any(lanes(str(path.relative_to(TESTS))).values())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [path.relative_to(TESTS.parent).as_posix() for path in (*TESTS.parent.glob("*.md"), *DOCS.rglob("*.md"))],
+)
+def test_every_code_block_begins_and_ends_on_separate_lines(page: str) -> None:
+    text = (TESTS.parent / page).read_text(encoding="utf-8")
+    # An indented fence does not count: the site shows it as text.
+    fences = [line.rstrip() for line in text.splitlines() if "```" in line]
+    assert [line for line in fences if not re.fullmatch(r"```(\w+)?", line)] == []
+    assert all(fence == "```" for fence in fences[1::2])
+    assert len(fences) % 2 == 0

@@ -1,4 +1,4 @@
-"""The documentation site: generated pages are fresh, every page is listed, every command on it exists."""
+"""Tests of the documentation site: generated pages are up to date, all pages are listed, all commands exist."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import markdown  # type: ignore[import-untyped]
 import pytest
 import typer
 import yaml
@@ -23,7 +24,7 @@ PAGES = sorted(page for page in PAGES if "history" not in page.parts)
 
 
 def command_lines(text: str) -> Iterator[str]:
-    """Yield command lines of fenced blocks and of inline code, continuation lines joined, prompts removed."""
+    """Yield the lines of code blocks and inline code on a page. Join continuation lines and remove shell prompts."""
     blocks = re.findall(r"```(?:sh|text|console)?\n(.*?)```", text, re.DOTALL)
     blocks += re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
     for block in blocks:
@@ -34,7 +35,7 @@ def command_lines(text: str) -> Iterator[str]:
 
 
 def tierstore_calls(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of every call of ``tierstore`` on a page, without comments and brackets."""
+    """Yield the arguments of every call to ``tierstore`` on a page, without comments and brackets."""
     for line in command_lines(text):
         found = re.match(r"(?:\.venv/bin/)?tierstore +([a-z-].*)$", re.sub(r"\s#.*", "", line))
         if found:
@@ -47,7 +48,7 @@ def command_line() -> Any:
 
 
 def unknown(arguments: list[str]) -> str | None:
-    """Return what of a call the command line does not know: a command, or an option; None if it knows all."""
+    """Return the first command or option of a call that the command line does not know, or None if it knows all."""
     command = command_line()
     words = list(arguments)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
@@ -129,6 +130,33 @@ def test_every_configuration_key_has_a_meaning() -> None:
 
 def test_every_public_name_has_a_section_in_the_reference() -> None:
     assert reference.missing_names() == []
+
+
+def shown_as_text(page: str) -> list[str]:
+    """Return lines of a page that are written as list items, table rows or fences, but that the site shows as text."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    extensions = [each if isinstance(each, str) else next(iter(each)) for each in site["markdown_extensions"]]
+    shown = re.sub(r"<pre>.*?</pre>", "", markdown.markdown(page, extensions=extensions), flags=re.DOTALL)
+    return [
+        line for line in shown.splitlines() if re.match(r"\s*(- \S|\|.*\|(</p>)?$|<p><code>\w+$|.*```)", line)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))],
+)
+def test_the_site_shows_every_list_and_table_of_a_page(page: str) -> None:
+    assert shown_as_text((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_the_search_for_lists_shown_as_text_finds_them() -> None:
+    assert shown_as_text("- One.\n\n    More.\n- Two.\n\n1. Three:\n\n    ```sh\n    ls\n    ```\n") == [
+        "- Two.</p>",
+        "<p><code>sh",
+    ]
+    assert shown_as_text("Text\n| a | b |\n|---|---|\n") == ["| a | b |", "|---|---|</p>"]
+    assert shown_as_text("Text\n\n- One.\n- Two.\n\n| a | b |\n|---|---|\n| c | d |\n") == []
 
 
 def test_every_page_of_the_site_is_in_its_navigation() -> None:

@@ -1,4 +1,4 @@
-"""Free memory is what the tightest limit leaves: of the machine, or of any control group that the process is in."""
+"""Tests of ``free_memory``: it is limited by the machine and by every control group of the process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def machine(
     mounts: str | None = V2_MOUNT,
     free: int = 64 * GIB,
 ) -> Path:
-    """Make the files of a machine with these groups: by folder, the contents of each file."""
+    """Create the /proc and /sys files of a machine under ``root``, and return ``root``.
+
+    The machine has ``free`` bytes of available memory. ``groups`` maps the folder of each control group to the contents
+    of its files.
+    """
     files: dict[str, object] = {
         "proc/meminfo": f"MemTotal: {100 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {free // 1024} kB\n",
         "proc/self/cgroup": member,
@@ -69,12 +73,12 @@ def found(root: Path) -> FreeMemory:
     return free
 
 
-def test_without_groups_it_is_what_the_kernel_says_of_the_machine(tmp_path: Path) -> None:
+def test_without_cgroups_free_memory_is_that_of_the_machine(tmp_path: Path) -> None:
     free = found(machine(tmp_path, {}, member="0::/"))
     assert free == FreeMemory(64 * GIB, 36 * GIB, 100 * GIB, "the memory of this machine")
 
 
-def test_nothing_is_known_where_nothing_can_be_read(tmp_path: Path) -> None:
+def test_free_memory_is_none_if_nothing_can_be_read(tmp_path: Path) -> None:
     assert free_memory(tmp_path) is None
 
 
@@ -87,7 +91,7 @@ def test_an_odd_meminfo_leaves_the_groups(tmp_path: Path, meminfo: str) -> None:
     assert found(root).nbytes == GIB - MIB
 
 
-def test_the_processs_own_group_counts_not_only_the_mounted_one(tmp_path: Path) -> None:
+def test_own_cgroup_of_the_process_counts(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/system.slice/box.service": v2(500 * MIB, 120 * MIB)}
     free = found(machine(tmp_path, groups, member="0::/system.slice/box.service"))
     assert free == FreeMemory(
@@ -144,7 +148,7 @@ def test_a_group_within_a_container_whose_mount_is_a_group(tmp_path: Path) -> No
     )
 
 
-def test_a_group_that_no_mount_shows_is_stood_for_by_the_mounted_one(tmp_path: Path) -> None:
+def test_mounted_cgroup_is_used_if_no_mount_shows_the_own_one(tmp_path: Path) -> None:
     mount = V1_MOUNT.replace(" / /sys", " /docker/3f /sys")
     groups = {"sys/fs/cgroup/memory": v1(500 * MIB, 100 * MIB)}
     assert found(machine(tmp_path, groups, member="4:memory:/elsewhere", mounts=mount)).nbytes == 400 * MIB
@@ -155,7 +159,7 @@ def test_a_group_outside_of_the_namespace_reads_no_files_outside_of_the_mount(tm
     assert found(machine(tmp_path, groups, member="0::/../other")).nbytes == GIB - MIB
 
 
-def test_a_mount_of_another_group_is_left_alone_where_one_shows_ours(tmp_path: Path) -> None:
+def test_mount_of_another_cgroup_is_ignored_if_one_shows_ours(tmp_path: Path) -> None:
     other = V2_MOUNT.replace(" / /sys/fs/cgroup ", " /other /mnt/other ")
     groups = {"sys/fs/cgroup/ours": v2(GIB, MIB), "mnt/other": v2(MIB, MIB)}
     root = machine(tmp_path, groups, member="0::/ours", mounts=f"{V2_MOUNT}\n{other}")
@@ -188,7 +192,7 @@ def test_both_versions_count_on_a_hybrid_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "limit", [NO_LIMIT_V1, "9223372036854710272", "18446744073709551615", "-1", "", "max", "x"]
 )
-def test_no_limit_is_no_limit(tmp_path: Path, limit: str) -> None:
+def test_unlimited_cgroup_sets_no_limit(tmp_path: Path, limit: str) -> None:
     member = "4:memory:/a\n0::/a"
     groups = {
         "sys/fs/cgroup/memory/a": v1(limit, GIB),
@@ -202,11 +206,11 @@ def test_no_limit_is_no_limit(tmp_path: Path, limit: str) -> None:
 def test_a_limit_or_a_use_that_cannot_be_read_is_no_limit(tmp_path: Path, lost: str) -> None:
     root = machine(tmp_path, {"sys/fs/cgroup/a": v2(GIB, MIB)}, member="0::/a")
     (root / "sys/fs/cgroup/a" / lost).unlink()
-    (root / "sys/fs/cgroup/a" / lost).mkdir()  # reading it fails, for root too
+    (root / "sys/fs/cgroup/a" / lost).mkdir()  # reading a folder fails, even for root
     assert found(root).limit == "the memory of this machine"
 
 
-def test_the_usual_places_are_read_where_the_mounts_cannot_be(tmp_path: Path) -> None:
+def test_default_cgroup_paths_are_read_without_mountinfo(tmp_path: Path) -> None:
     groups = {"sys/fs/cgroup/a": v2(2 * GIB, MIB), "sys/fs/cgroup/memory/b": v1(GIB, MIB)}
     root = machine(tmp_path, groups, member="4:memory:/b\n0::/a", mounts=None)
     assert found(root).nbytes == GIB - MIB
@@ -214,7 +218,7 @@ def test_the_usual_places_are_read_where_the_mounts_cannot_be(tmp_path: Path) ->
     assert found(root).nbytes == 2 * GIB - MIB
 
 
-def test_the_top_of_the_hierarchy_is_read_where_the_membership_cannot_be(tmp_path: Path) -> None:
+def test_root_cgroup_is_read_without_the_membership(tmp_path: Path) -> None:
     root = machine(tmp_path, {"sys/fs/cgroup": v2(GIB, MIB)}, member="0::/")
     (root / "proc/self/cgroup").unlink()
     assert found(root).nbytes == GIB - MIB
@@ -223,7 +227,7 @@ def test_the_top_of_the_hierarchy_is_read_where_the_membership_cannot_be(tmp_pat
 @pytest.mark.parametrize(
     "line", ["", "rubbish", "4:memory", ":::", "30 23 0:26 / /sys/fs/cgroup rw", " - cgroup2"]
 )
-def test_lines_of_another_form_are_passed_over(tmp_path: Path, line: str) -> None:
+def test_unparsable_lines_are_skipped(tmp_path: Path, line: str) -> None:
     groups = {"sys/fs/cgroup/a": v2(GIB, MIB)}
     root = machine(tmp_path, groups, member=f"{line}\n0::/a", mounts=f"{line}\n{V2_MOUNT}")
     assert found(root).nbytes == GIB - MIB
@@ -283,11 +287,12 @@ def test_a_host_tier_beyond_the_groups_limit_is_refused_with_limit_use_and_remed
     assert str(refused.value) == (
         "host.capacity needs 1 GiB (1,073,741,824 bytes) of memory, but only 380 MiB (398,458,880 bytes) are free: "
         "memory.max of the control group /box is 500 MiB (524,288,000 bytes), and 120 MiB (125,829,120 bytes) are "
-        "in use, page cache not counted; lower host.capacity, raise the limit, or end what uses the memory"
+        "in use, not counting the page cache; lower host.capacity, raise the limit, or free memory used by other "
+        "programs"
     )
 
 
-def test_a_host_tier_that_fits_beside_cached_files_opens(
+def test_a_host_tier_that_fits_next_to_cached_files_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = f"inactive_file {10 * MIB}\nactive_file {4 * MIB}"
@@ -300,7 +305,7 @@ def test_a_host_tier_that_fits_beside_cached_files_opens(
         TierStore.open(load_config({"host": {"capacity": "8MiB"}}), SPEC, pump=False)
 
 
-def test_doctor_tells_the_tightest_limit(tmp_path: Path) -> None:
+def test_doctor_shows_the_tightest_limit(tmp_path: Path) -> None:
     root = machine(tmp_path, {"sys/fs/cgroup/box": v2(500 * MIB, 120 * MIB)}, member="0::/box")
     check = doctor.memory(root)
     assert (check.value, check.state, check.why) == (
@@ -340,7 +345,7 @@ TierStore.open(load_config({"host": {"capacity": "64MiB"}}), spec).close()
 
 @pytest.fixture
 def real_group() -> Iterator[Path]:
-    """A control group of 600 MiB below this process's own. Skips where none can be made."""
+    """Yield a child of this process's control group, limited to 600 MiB. Skip the test if it cannot be created."""
     if os.geteuid() != 0:
         pytest.skip("only root can make a control group")
     for group in control_groups("memory"):
@@ -353,7 +358,7 @@ def real_group() -> Iterator[Path]:
         try:
             (folder / file).write_text(str(LIMIT))
         except OSError:
-            folder.rmdir()  # the controller is not on here
+            folder.rmdir()  # the memory controller is off in this group
             continue
         try:
             yield folder
@@ -379,5 +384,5 @@ def test_in_a_real_group_a_store_beyond_its_limit_is_refused_and_cached_files_do
     assert refused.startswith("host.capacity needs 1 GiB")
 
 
-def test_here_something_is_free() -> None:
+def test_free_memory_of_this_machine_is_positive() -> None:
     assert (available_nbytes() or 0) > 0

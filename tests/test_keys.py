@@ -1,4 +1,4 @@
-"""Page keys: the same everywhere, and different whenever the pages' bytes would be."""
+"""Tests of page keys: equal in every process, and different whenever the bytes of the pages would differ."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import lanes
 from tierstore.keys import Extra, namespace, page_keys
 from tierstore.page import PageSpec
 from tierstore.types import PageKey
@@ -41,7 +42,7 @@ def keys_of(tokens: Any, extra: Any = (), **changes: Any) -> list[PageKey]:
 
 
 @pytest.mark.parametrize("seed", ["0", "1", None])
-def test_keys_are_the_same_in_every_process_whatever_the_hash_seed(seed: str | None) -> None:
+def test_keys_are_the_same_in_every_process_with_any_hash_seed(seed: str | None) -> None:
     # F071
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     if seed is not None:
@@ -104,7 +105,7 @@ def test_pages_of_another_size_have_other_keys() -> None:
         torch.arange(-2, 10).repeat_interleave(2)[::2],
     ],
 )
-def test_keys_do_not_depend_on_what_holds_the_tokens(tokens: Any) -> None:
+def test_keys_do_not_depend_on_the_token_container(tokens: Any) -> None:
     assert keys_of(tokens) == keys_of(list(range(-2, 10)))
 
 
@@ -133,9 +134,7 @@ def test_keys_do_not_depend_on_what_holds_the_tokens(tokens: Any) -> None:
         ("ab", TypeError, "str"),
     ],
 )
-def test_what_is_no_sequence_of_integers_is_refused_by_name(
-    tokens: Any, error: type[Exception], named: str
-) -> None:
+def test_non_integer_sequences_are_refused_by_name(tokens: Any, error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         keys_of(tokens)
 
@@ -235,7 +234,7 @@ def test_an_image_beyond_the_last_full_page_changes_nothing_yet() -> None:
         {"group": 1},
     ],
 )
-def test_pages_of_another_model_dtype_or_shape_live_in_another_namespace(change: dict[str, Any]) -> None:
+def test_pages_of_another_model_dtype_or_shape_have_another_namespace(change: dict[str, Any]) -> None:
     fields: dict[str, Any] = {
         "num_layers": 2,
         "page_size": 4,
@@ -249,9 +248,7 @@ def test_pages_of_another_model_dtype_or_shape_live_in_another_namespace(change:
     assert not set(keys_of(range(8), namespace=other)) & set(keys_of(range(8), namespace=namespace(SPEC)))
 
 
-def test_pages_of_each_loss_class_live_in_a_namespace_of_their_own_and_exact_ones_where_they_always_did() -> (
-    None
-):
+def test_each_loss_class_has_its_own_namespace_and_exact_pages_keep_theirs() -> None:
     classes = ["exact", "int8", "int4", "int4-64", ""]
     names = [namespace(SPEC, loss_class=each) for each in classes]
     assert len(set(names)) == len(classes)
@@ -296,15 +293,15 @@ inputs = st.tuples(
 
 
 def identity(case: tuple[list[int], int, bytes, bytes, list[Any]]) -> tuple[Any, ...]:
-    """What the last page's bytes depend on, stated without the encoding."""
+    """Return everything that the bytes of the last page depend on, as plain values instead of an encoded key."""
     tokens, page_size, name, salt, extra = case
     shared = [(type(item), item) for item in extra if not isinstance(item, tuple)]
     return tokens, page_size, name, salt, shared, sorted(item for item in extra if isinstance(item, tuple))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=lanes.examples(60, 300), deadline=None)
 @given(inputs, inputs)
-def test_keys_are_equal_exactly_when_all_they_stand_for_is(one: Any, two: Any) -> None:
+def test_keys_are_equal_exactly_when_all_inputs_are(one: Any, two: Any) -> None:
     # F014
     for other in (two, (one[0], *two[1:]), (*one[:2], one[3], one[2], one[4]), (*one[:4], two[4]), one):
         last = [
@@ -314,7 +311,7 @@ def test_keys_are_equal_exactly_when_all_they_stand_for_is(one: Any, two: Any) -
         assert (last[0] == last[1]) == (identity(one) == identity(other))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=lanes.examples(25, 100), deadline=None)
 @given(st.lists(blobs, min_size=2, max_size=5))
 def test_moving_bytes_between_fields_makes_other_keys(parts: list[bytes]) -> None:
     # F014

@@ -1,4 +1,4 @@
-"""The geometry and the work that are read out of a model's config, and what is refused."""
+"""Tests of the page geometry and the work per token that follow from a model's config, and of rejected configs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_text_part_of_a_larger_config_is_read_and_its_dtype_may_stand_above(
     assert spec.shape == (2, 2, 4, 2, 8)
 
 
-def test_layers_with_a_window_are_a_group_of_their_own_after_the_full_ones() -> None:
+def test_layers_with_a_window_are_a_separate_group_after_the_full_ones() -> None:
     full, windows = read_model("gemma-3-270m").specs(64)
     assert (full.group, full.shape) == (0, (3, 2, 64, 1, 256))
     assert (windows.group, windows.shape) == (1, (15, 2, 64, 1, 256))
@@ -67,7 +67,7 @@ def test_each_layer_has_its_window(fields: dict[str, Any], windows: tuple[int | 
     assert read(GQA | fields).windows == windows
 
 
-def test_the_table_says_which_layers_of_gemma_see_all_tokens() -> None:
+def test_table_shows_which_gemma_layers_attend_to_all_tokens() -> None:
     windows = read_model("gemma-3-270m").windows
     assert [layer for layer, window in enumerate(windows) if window is None] == [5, 11, 17]
     assert set(windows) == {None, 512}
@@ -91,7 +91,7 @@ def test_every_known_model_has_pages_and_work(name: str) -> None:
         ("DeepSeek-V3", 70272),
     ],
 )
-def test_bytes_of_a_token(name: str, nbytes: int) -> None:
+def test_bytes_per_token(name: str, nbytes: int) -> None:
     (spec,) = read_model(name).specs(1)
     assert spec.page_nbytes == nbytes
 
@@ -106,13 +106,13 @@ def test_bytes_of_a_token(name: str, nbytes: int) -> None:
         ("DeepSeek-V3", 36.6e9),
     ],
 )
-def test_a_token_meets_as_many_weights_as_its_makers_say(name: str, active: float) -> None:
+def test_active_weights_per_token_match_the_published_number(name: str, active: float) -> None:
     found = read_model(name).prefill
     assert isinstance(found, Prefill)
     assert found.weights + found.head == pytest.approx(active, rel=0.01)
 
 
-def test_work_of_a_dense_model_is_what_a_hand_counts() -> None:
+def test_work_of_a_dense_model_equals_a_calculation_by_hand() -> None:
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
     assert work(GQA).weights == 2 * layer
     full = 5 * 6 // 2
@@ -121,7 +121,7 @@ def test_work_of_a_dense_model_is_what_a_hand_counts() -> None:
     assert work(GQA | WINDOWS).operations(5) == 2 * (2 * layer * 5 + 32 * 100 + (full + window) * 2 * 4 * 8)
 
 
-def test_work_of_latent_attention_is_what_a_hand_counts() -> None:
+def test_work_of_latent_attention_equals_a_calculation_by_hand() -> None:
     query, latent = 32 * 16 + 16 * 4 * 12, 32 * 16 + 12 * 4 * 16
     assert work(MLA).weights == 2 * (query + latent + 4 * 8 * 32 + 3 * 32 * 64)
     assert work(MLA).score == 4 * (12 + 8)
@@ -157,7 +157,7 @@ def test_work_of_latent_attention_is_what_a_hand_counts() -> None:
         ),
     ],
 )
-def test_of_the_experts_only_the_chosen_ones_count(fields: dict[str, Any], feed_forward: int) -> None:
+def test_only_the_chosen_experts_count(fields: dict[str, Any], feed_forward: int) -> None:
     attention = 2 * (2 * 32 * 32 + 2 * 32 * 16)
     assert work(GQA | fields).weights == attention + feed_forward
 
@@ -173,7 +173,7 @@ def test_with_a_sparse_step_of_two_every_second_layer_has_experts() -> None:
     assert work(fields).weights == 3 * layer + 32 * 4
 
 
-def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
+def test_unknown_name_is_refused_naming_the_nearest_and_all_known() -> None:
     with pytest.raises(ConfigError, match=r"did you mean Llama-3.1-8B.*\? known names: .*DeepSeek-V3"):
         read_model("llama-3.1-8")
     with pytest.raises(ConfigError, match=r"a known name; known names: "):
@@ -193,11 +193,11 @@ def test_an_unknown_name_is_told_the_nearest_ones_and_what_is_allowed() -> None:
         ({"layer_types": ["full_attention"]}, "must be a list of 2"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "sliding_attention, got linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing"),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: layers that share"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, so the model has layers that share"),
         ({"v_head_dim": 4, "head_dim": 8}, "v_head_dim must equal head_dim or be missing, got 4"),
     ],
 )
-def test_a_config_that_is_not_understood_is_refused_by_field(change: dict[str, Any], told: str) -> None:
+def test_unsupported_config_is_refused_by_field(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: ") as refused:
         read(GQA | change)
     assert told in str(refused.value)
@@ -206,7 +206,9 @@ def test_a_config_that_is_not_understood_is_refused_by_field(change: dict[str, A
 @pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
 def test_a_file_that_holds_no_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"model's config\.json (is not JSON|must be an object)"):
+    with pytest.raises(
+        ConfigError, match=r"model's config\.json (is not valid JSON|must contain a JSON object)"
+    ):
         read_model(str(tmp_path))
 
 

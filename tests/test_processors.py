@@ -1,4 +1,4 @@
-"""Torch computes with as many threads as find a core: by affinity, quota and load, unless somebody has chosen."""
+"""Test how many threads torch uses: the cores that affinity, quota and load leave, unless the user sets a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 
 from tests.test_free_memory import V1_MOUNT, V2_MOUNT, machine
 from tierstore.cli import doctor
-from tierstore.host.processors import Processors, choose_threads, processors, use_threads
+from tierstore.host.processors import (
+    Processors,
+    choose_threads,
+    processors,
+    use_fewer_threads,
+    use_threads,
+)
 
 CPU_MOUNT = V1_MOUNT.replace("cgroup/memory", "cgroup/cpu,cpuacct").replace("rw,memory", "rw,cpu,cpuacct")
 
@@ -36,11 +42,11 @@ def threads() -> Iterator[None]:
         (Processors(8, 8, 6.0, 5.0), 3),
     ],
 )
-def test_the_least_of_affinity_quota_and_what_others_leave_is_free(found: Processors, free: int) -> None:
+def test_free_cores_are_the_minimum_of_affinity_quota_and_idle_cores(found: Processors, free: int) -> None:
     assert found.free == free
 
 
-def test_torch_gets_no_more_threads_than_it_would_take() -> None:
+def test_torch_gets_at_most_its_default_number_of_threads() -> None:
     assert choose_threads(4, None, Processors(8, 8, None, 0.0), {}).count == 4
     assert choose_threads(8, None, Processors(8, 8, None, 5.0), {}).count == 3
 
@@ -54,7 +60,7 @@ def test_an_explicit_setting_wins() -> None:
     assert choose_threads(7, None, busy, {"OMP_NUM_THREADS": ""}).count == 1
 
 
-def test_what_was_chosen_is_said_with_its_reason() -> None:
+def test_a_chosen_number_of_threads_is_reported_with_its_reason() -> None:
     told = choose_threads(2, None, Processors(2, 2, 1.5, 12.34), {}).described()
     assert told == (
         "torch computes with 1 thread (2 cores, of which control groups allow 1.5; load average 12.3); "
@@ -63,7 +69,7 @@ def test_what_was_chosen_is_said_with_its_reason() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_threads_are_set_for_the_cpu_and_left_alone_on_a_card_unless_asked_for() -> None:
+def test_threads_are_set_on_the_cpu_and_unchanged_on_a_gpu_unless_given() -> None:
     torch.set_num_threads(1)
     assert use_threads("cuda", None) is None
     assert torch.get_num_threads() == 1
@@ -107,7 +113,7 @@ def test_the_affinity_of_this_process_counts() -> None:
     assert found.total >= 1
 
 
-def test_doctor_tells_cores_quota_load_and_what_to_do(
+def test_doctor_shows_cores_quota_load_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -121,3 +127,22 @@ def test_doctor_tells_cores_quota_load_and_what_to_do(
     assert check.value == "4 cores, of which control groups allow 1; load average 0.0: 1 thread for computing"
     assert check.state == "note"
     assert "--threads" in check.why
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_that_are_kept_waiting_become_fewer() -> None:
+    """Report fewer and fewer cores, as if other programs used them. On one core, two threads are slower than one."""
+    torch.set_num_threads(4)
+    assert use_fewer_threads(3.9) is None
+    assert use_fewer_threads(2.8) is None
+    assert torch.get_num_threads() == 4
+    chosen = use_fewer_threads(2.7)
+    assert chosen is not None
+    assert (chosen.count, torch.get_num_threads()) == (2, 2)
+    assert chosen.described().startswith(
+        "torch computes with 2 threads (4 threads got the time of only 2.7 cores)"
+    )
+    chosen = use_fewer_threads(0.4)
+    assert chosen is not None
+    assert chosen.count == torch.get_num_threads() == 1
+    assert use_fewer_threads(0.1) is None

@@ -1,4 +1,4 @@
-"""What ``import tierstore`` gives, and what it costs."""
+"""Tests of ``import tierstore``: its public names, and the modules that it does not load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     "statement", ["import tierstore", "import prefetch", "import tierstore; tierstore.PageSpec"]
 )
-def test_importing_a_package_loads_nothing_heavy(statement: str) -> None:
+def test_importing_a_package_loads_no_heavy_module(statement: str) -> None:
     program = f"import sys; {statement}; print([name for name in {HEAVY!r} if name in sys.modules])"
     child = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
@@ -54,6 +54,6 @@ def test_reading_a_configuration_loads_neither_torch_nor_lmdb() -> None:
     assert child.stdout.strip() == "set()"
 
 
-def test_the_packages_say_that_they_are_typed() -> None:
+def test_packages_contain_py_typed() -> None:
     for package in (tierstore, prefetch):
         assert [(Path(folder) / "py.typed").exists() for folder in package.__path__] == [True]

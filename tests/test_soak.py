@@ -1,4 +1,4 @@
-"""The soak run plays its clients: a few seconds of it, so that the long run is known to work, and able to fail."""
+"""Run the soak test for a few seconds, to test that its clients work and that it reports faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPECTED_FAULTS: dict[str, set[str]] = {
 def play(
     home: Path, kind: str, profile: str, capsys: pytest.CaptureFixture[str], until: Set[str] = frozenset()
 ) -> dict[str, dict[str, int]]:
-    """A client to its end; its last counts."""
+    """Run a client to completion in this process, and return the last counts that it reported."""
     role = Role(kind=kind, profile=profile, seed=7, seconds=0.3)
     capsys.readouterr()
     assert run(role, home, until) == 0
@@ -67,7 +67,7 @@ def test_every_kind_of_client_reads_back_what_another_left(
         counts = play(tmp_path, kind, "none", capsys, {writes})
         assert kind == "own" or counts["pages"]["read back"] > 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "STEADY", None)  # a client's process has it for itself
+        patch.setattr(pages, "STEADY", None)  # a client sets this in its own process
         play(tmp_path, "encoded", "none", capsys, {"write"})
         assert play(tmp_path, "encoded", "failures", capsys)["pages"]["read back"] > 0
     play(tmp_path, "llama", "none", capsys, {"llama: request"})
@@ -86,7 +86,9 @@ def test_after_any_damage_the_next_client_opens_and_plays(
     assert vandal.look() is None
 
 
-def test_a_strange_file_that_went_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_file_that_disappeared_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     play(tmp_path, "alone", "none", capsys)
     vandal = Vandal(tmp_path, random.Random(1))
     vandal.deal("strange files")
@@ -110,7 +112,7 @@ def test_a_memory_only_page_offered_after_a_restart_is_noticed(tmp_path: Path) -
 def test_a_wrong_byte_is_noticed_by_the_client_and_by_the_parent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the directory is kept
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed run keeps its directory
     role = Role(kind="own", profile="none", seed=5, seconds=0.3, plant=True)
     assert run(role, tmp_path / "one") == WRONG
     assert main(["--minutes", "0.01", "--seed", "77", "--seconds", "0.5", "--plant"]) == 1
@@ -132,7 +134,9 @@ def test_a_wrong_byte_is_noticed_by_the_client_and_by_the_parent(
         (Ending("failed", "exit status -11"), False),
     ],
 )
-def test_what_makes_a_soak_fail(ending: Ending, ok: bool, tmp_path: Path) -> None:
+def test_the_ending_of_a_client_decides_whether_the_soak_passes(
+    ending: Ending, ok: bool, tmp_path: Path
+) -> None:
     game = Soak(tmp_path, 1, 1.0, plant=False)
     game.add(Role(kind="own", profile="none", seed=1, seconds=1.0), ending)
     assert game.summary()["ok"] is ok
@@ -141,4 +145,4 @@ def test_what_makes_a_soak_fail(ending: Ending, ok: bool, tmp_path: Path) -> Non
 def test_a_short_soak_counts_its_clients() -> None:
     summary = soak(minutes=0.01, seconds=0.5, seed=3, least=3)
     assert summary["ok"] is True
-    assert summary["clients"] == 4  # and the one beside them
+    assert summary["clients"] == 4  # three, and one that runs beside them

@@ -1,21 +1,24 @@
-"""Commands whose work is in ``benchmarks/`` run from a checkout; an installed package refuses them in one line."""
+"""Test that commands of ``benchmarks/`` run in a checkout, and end with a one-line error in an installed package."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+
 CHECKOUT = Path(__file__).parents[1]
+LIBRARIES = ("torch", "lmdb", "numpy", "pydantic", "rich.console", "typer", "xxhash", "yaml")
+"""Third-party libraries to import in advance. Each process imports the packages themselves from its own folder."""
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds the packages of the wheel and nothing else."""
+    """Return a folder with the packages that the wheel contains, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     for package in ("tierstore", "prefetch"):
         shutil.copytree(CHECKOUT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -23,16 +26,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``tierstore WORDS`` with the packages of this folder, which alone can be imported from it."""
+    """Run ``tierstore WORDS`` with this folder's ``tierstore`` and ``prefetch``. Nothing else there can be imported."""
     program = (
         f"import os, sys; sys.path.insert(0, {str(packages)!r}); import prefetch, tierstore\n"
+        f"assert str(tierstore.__file__).startswith({str(packages)!r})\n"
         "sys.path[:] = [place for place in sys.path if not os.path.isdir(os.path.join(place, 'tierstore'))]\n"
         "from tierstore.cli import main; main()"
     )
-    started = [sys.executable, "-P", "-c", program, *words]
-    return subprocess.run(
-        started, cwd=packages.parent, capture_output=True, text=True, check=False, timeout=120
-    )
+    return forked.run(program, *words, cwd=packages.parent, imported=LIBRARIES)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,8 @@ def test_an_installed_package_refuses_a_study_in_one_line(
     assert json.loads(result.stdout) == {"error": refusal}
 
 
-def test_a_checkout_finds_its_studies_when_it_is_not_on_the_path_itself(installed: Path) -> None:
-    """As with an editable install that exposes the packages of the wheel alone."""
+def test_checkout_finds_its_studies_without_being_on_the_path(installed: Path) -> None:
+    """Run the command as from an editable install that exposes only the wheel's packages, not the whole checkout."""
     checkout = installed.parent / "checkout"
     shutil.copytree(installed, checkout)
     shutil.copytree(CHECKOUT / "benchmarks", checkout / "benchmarks")
@@ -63,7 +64,7 @@ def test_a_checkout_finds_its_studies_when_it_is_not_on_the_path_itself(installe
     assert result.stderr == "tierstore: --from must be nvme, host, or both separated by a comma, got 'disk'\n"
 
 
-def test_an_installed_package_measures_the_disk_tier_without_its_contenders(installed: Path) -> None:
+def test_installed_package_measures_the_disk_tier_without_competitors(installed: Path) -> None:
     sizes = (
         "--size",
         "64KiB",

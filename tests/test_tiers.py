@@ -1,4 +1,4 @@
-"""Every tier held to the tier contract: slots, an engine's tensors, the host arena, the disk, a dictionary."""
+"""Run the tier contract for every tier: HBM slots, an engine's tensors, the host arena, the disk, a dictionary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.types import Tier, Transfer
 
 
 class PoolUnderTest(TierUnderTest):
-    """Looked at through the tensors that callers get."""
+    """A CpuPool. ``look`` reads the tensors that callers get."""
 
     def __init__(self, spec: PageSpec, num_slots: int) -> None:
         self._pool = CpuPool(PageLayout.of(spec), num_slots)
@@ -52,7 +52,7 @@ class PoolUnderTest(TierUnderTest):
 
 
 class EngineUnderTest(TierUnderTest):
-    """Layer by layer, heads before tokens; looked at through the engine's own tensors."""
+    """An EnginePool with one tensor per layer and heads before tokens. ``look`` reads the engine's tensors."""
 
     def __init__(self, spec: PageSpec, num_slots: int) -> None:
         layers, planes, tokens, heads, dim = spec.shape
@@ -80,7 +80,7 @@ class EngineUnderTest(TierUnderTest):
 
 
 class ArenaUnderTest(TierUnderTest):
-    """Looked at through the memory under all slots, at the distance that the layout says."""
+    """A HostArena. ``look`` reads the memory of all slots with the stride that the layout gives."""
 
     def __init__(self, spec: PageSpec, num_slots: int) -> None:
         layout = PageLayout.of(spec)
@@ -105,7 +105,7 @@ class ArenaUnderTest(TierUnderTest):
 
 
 class DiskUnderTest(TierUnderTest):
-    """Looked at in a copy of the file, with LMDB alone."""
+    """An NVMe tier that stores pages in LMDB. ``look`` reads a copy of its file with the LMDB library."""
 
     def __init__(self, spec: PageSpec, home: Path, rig: Rig | None = None) -> None:
         self._home, self._nbytes = home / "disk", spec.page_nbytes
@@ -148,7 +148,7 @@ class DiskUnderTest(TierUnderTest):
 
 
 class ExtentsUnderTest(DiskUnderTest):
-    """Extent files, looked at with the catalogue's fields and a plain read."""
+    """An NVMe tier that stores pages in extent files. ``look`` finds a page there by its catalogue entry."""
 
     def __init__(self, spec: PageSpec, home: Path) -> None:
         super().__init__(spec, home, Rig(home / "disk", page_nbytes=spec.page_nbytes, payload="extents"))
@@ -161,7 +161,7 @@ class ExtentsUnderTest(DiskUnderTest):
 
 
 class EncodedDiskUnderTest(DiskUnderTest):
-    """The disk with the codec ``exp``; its records are decoded here."""
+    """An NVMe tier with the codec ``exp``. ``look`` decodes the record itself."""
 
     def __init__(self, spec: PageSpec, home: Path) -> None:
         self._geometry = Geometry.of(PageLayout.of(spec))
@@ -184,7 +184,7 @@ class EncodedDiskUnderTest(DiskUnderTest):
 
 
 class HeldDiskUnderTest(DiskUnderTest):
-    """The disk under memory that holds pages as int8, which it is not told the meaning of."""
+    """An NVMe tier below host memory that holds pages as int8. The tier stores the payloads without decoding them."""
 
     def __init__(self, spec: PageSpec, home: Path, payload: str) -> None:
         layout = PageLayout.of(spec)
@@ -208,7 +208,7 @@ class HeldDiskUnderTest(DiskUnderTest):
 
 
 class DictionaryUnderTest(TierUnderTest):
-    """The dictionary that keeps bytes, looked at in the dictionary."""
+    """A KeptBytes tier. ``look`` reads its dictionary."""
 
     def __init__(self, spec: PageSpec, num_slots: int) -> None:
         self._tier = KeptBytes(num_slots, spec.page_nbytes)
@@ -262,7 +262,7 @@ class TestNvmeTierWithExp(TierContract):
         return EncodedDiskUnderTest(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), home)
 
     def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
-        """Exponents near each other."""
+        """Return pages whose numbers have similar exponents, so that ``exp`` can compress them."""
         found = super().pages(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), number, seed)
         for page in found:
             page[1::2] = 0x3F
@@ -274,7 +274,7 @@ class TestNvmeTierUnderEncodedMemory(TierContract):
         return HeldDiskUnderTest(replace(spec, dtype="float32"), home, "lmdb")
 
     def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
-        """Whatever a slot may show: behind a payload there is nothing."""
+        """Return random payloads, each followed by zeros, as a slot of encoded host memory contains them."""
         form = HostFormat.of("int8", PageLayout.of(replace(spec, dtype="float32")))
         found = [
             np.random.default_rng([seed, i]).integers(0, 256, form.view_nbytes, dtype=np.uint8)

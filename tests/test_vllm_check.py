@@ -1,4 +1,4 @@
-"""``tierstore vllm-check`` over sources that stand for a vLLM: what fits is said to fit, and drift is named."""
+"""Tests of ``tierstore vllm-check`` with stand-ins for vLLM's sources: it names every incompatible change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OURS = Path(vllm_check.__file__).parents[1] / "adapters"
 
 
 def signature(method: ast.FunctionDef) -> str:
-    """The method as vLLM might define it: its decorators and parameters, and nothing done."""
+    """Return the source of a method with the same decorators and parameters, and an empty body."""
     kind = [node.id for node in method.decorator_list if isinstance(node, ast.Name)]
     lines = [*(f"@{name}" for name in kind), f"def {method.name}({ast.unparse(method.args)}): ..."]
     return textwrap.indent("\n".join(lines), "    ")
 
 
 def interface(path: Path, name: str, base: str, *more: str) -> str:
-    """A class ``base`` that defines all that our class ``name`` does."""
+    """Return the source of a class ``base`` that has the methods of our class ``name`` and the members ``more``."""
     (found,) = (
         node
         for node in ast.parse(path.read_text()).body
@@ -35,7 +35,7 @@ def interface(path: Path, name: str, base: str, *more: str) -> str:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A vLLM that fits."""
+    """Return a package of stand-ins for vLLM's sources, with which TierStore's adapters are compatible."""
     package = tmp_path / "vllm"
     write(package, "_version.py", "__version__ = version = '0.32.0'")
     connector = interface(OURS / "vllm" / "connector.py", "TierStoreConnector", "KVConnectorBase_V1")
@@ -79,7 +79,7 @@ ABSTRACT = "from abc import abstractmethod\n\n"
 TIER = "v1/kv_offload/tiering/base.py"
 
 
-def test_what_fits_is_said_to_fit(package: Path) -> None:
+def test_a_supported_version_is_reported_as_supported(package: Path) -> None:
     result = tierstore("vllm-check", "--source", package.parent, "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     report = last_line(result)
@@ -166,20 +166,20 @@ def test_drift_is_named(package: Path, name: str, file: str, old: str, new: str,
     assert said in checks[name].value
 
 
-def test_the_exit_code_says_that_it_would_not_work(package: Path) -> None:
+def test_unsupported_version_exits_with_code_1(package: Path) -> None:
     write(package, "_version.py", "__version__ = '0.25.1'")
     result = tierstore("vllm-check", "--source", package, "--json")
     assert result.returncode == 1
     assert last_line(result)["failed"] == ["vLLM"]
 
 
-def test_where_failed_loads_cannot_be_told_by_request_windows_have_no_groups(package: Path) -> None:
+def test_without_per_request_load_failures_window_support_is_a_note(package: Path) -> None:
     replace(package, CONNECTOR, "class KVConnectorTransferResults: ...", "")
     checks = {check.name: check for check in every_check(package)}
     assert checks["hybrid KV cache manager"].state == "note"
 
 
-def test_what_an_older_vllm_lacks_is_a_note(package: Path) -> None:
+def test_features_missing_in_an_older_vllm_are_notes(package: Path) -> None:
     (package / "v1" / "kv_cache_layout.py").unlink()
     (package / "v1" / "metrics" / "cache_hit_source.py").unlink()
     replace(package, "v1/kv_offload/tiering/factory.py", "config.get('module_path')", "registry[config]")
@@ -188,7 +188,7 @@ def test_what_an_older_vllm_lacks_is_a_note(package: Path) -> None:
     assert "fail" not in found.values()
 
 
-def test_where_no_vllm_is_it_says_so_and_ends_with_code_2(tmp_path: Path) -> None:
+def test_missing_vllm_exits_with_code_2(tmp_path: Path) -> None:
     result = tierstore("vllm-check", "--source", tmp_path, "--json")
     assert result.returncode == 2
     assert "does not contain a package vllm" in last_line(result)["error"]

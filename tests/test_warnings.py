@@ -1,4 +1,4 @@
-"""Warnings of our code and of tests fail a run; those of other people's pytest plugins do not end it."""
+"""Test that warnings in our code and tests fail a run, and that warnings in third-party pytest plugins do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tier promises about bytes, checked past the tier by an oracle of its own."""
+"""Test what every tier guarantees about bytes. The tests also read the tier's memory or files directly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.page import PageSpec
 Page = NDArray[np.uint8]
 
 SIZES = [(1, 1), (3, 1), (16, 64), (17, 5), (64, 64)]
-"""Tokens of a page, head_dim: page sizes from a few bytes to several disk blocks, most of them unaligned."""
+"""Pairs of tokens per page and head_dim. Pages have a few bytes to several disk blocks, mostly not aligned."""
 
 
 def spec_of(size: tuple[int, int]) -> PageSpec:
@@ -25,28 +25,28 @@ def spec_of(size: tuple[int, int]) -> PageSpec:
 
 
 class TierUnderTest(ABC):
-    """A tier of ``num_slots`` pages. ``write`` and ``read`` go through it, ``look`` and ``scribble`` around it."""
+    """A tier with ``num_slots`` pages. ``write`` and ``read`` use the tier, ``look`` bypasses it."""
 
     num_slots: int
 
     @abstractmethod
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
-        """Through the tier, as one batch."""
+        """Write pages to these slots through the tier, as one batch."""
 
     @abstractmethod
     def read(self, slots: Sequence[int]) -> list[Page]:
-        """Through the tier, as one batch."""
+        """Return the pages in these slots, read through the tier as one batch."""
 
     @abstractmethod
     def look(self, slot: int) -> Page:
-        """The page's bytes, found without the tier."""
+        """Return the page in a slot, read without using the tier."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class TierContract(ABC):
-    """Subclass it, say how a tier is opened, and it is held to its promises."""
+    """Tests of a tier's promises. A subclass implements ``open``, which opens the tier under test."""
 
     @abstractmethod
     def open(self, spec: PageSpec, num_slots: int, home: Path) -> TierUnderTest: ...
@@ -56,7 +56,7 @@ class TierContract(ABC):
         return [chance.integers(0, 256, spec.page_nbytes, dtype=np.uint8) for _ in range(number)]
 
     @pytest.mark.parametrize("size", SIZES)
-    def test_what_is_written_is_there_and_is_read_back(self, size: tuple[int, int], tmp_path: Path) -> None:
+    def test_written_pages_are_listed_and_read_back(self, size: tuple[int, int], tmp_path: Path) -> None:
         spec = spec_of(size)
         tier = self.open(spec, 5, tmp_path)
         pages = self.pages(spec, 5)
@@ -88,7 +88,7 @@ class TierContract(ABC):
         tier.close()
 
     @pytest.mark.parametrize("size", SIZES)
-    def test_slots_do_not_touch_each_other(self, size: tuple[int, int], tmp_path: Path) -> None:
+    def test_slots_do_not_overlap(self, size: tuple[int, int], tmp_path: Path) -> None:
         spec = spec_of(size)
         tier = self.open(spec, 4, tmp_path)
         pages = self.pages(spec, 4)
@@ -111,7 +111,7 @@ class TierContract(ABC):
         assert tier.read([]) == []
         tier.close()
 
-    def test_what_was_read_is_the_readers_own(self, tmp_path: Path) -> None:
+    def test_read_page_belongs_to_the_reader(self, tmp_path: Path) -> None:
         spec = spec_of((16, 64))
         tier = self.open(spec, 2, tmp_path)
         pages = self.pages(spec, 2)

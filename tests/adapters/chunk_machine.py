@@ -1,4 +1,4 @@
-"""An engine at random over ``Chunks``, and a disk that answers when and as the machine says."""
+"""A state machine of an engine that uses ``Chunks``, with a disk that answers when and how the machine decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def content(number: int) -> NDArray[np.uint8]:
 
 
 class Disk:
-    """Stands in for ``NvmeTier``: writes and erasures happen in their order, reads whenever it is told."""
+    """Stands in for ``NvmeTier``. Writes and erasures happen in the order of submission, reads in any order."""
 
     tier = Tier.NVME
     record_nbytes = RECORD
@@ -85,7 +85,7 @@ class Disk:
         self.acks.append(Ack(transfer.id, not failures, ready, ready * RECORD, failures=failures))
 
     def read(self, index: int, failure: Failure | None, late: int | None) -> None:
-        """Answer a read: its first page fails so, or page ``late`` of it stays under way."""
+        """Answer a read. The first page fails if ``failure`` is set. The page numbered ``late`` stays in flight."""
         transfer, out, places = self.reads.pop(index)
         failures, kept = [], []
         for position, place in enumerate(places):
@@ -117,7 +117,7 @@ class Disk:
 
 
 class ChunkMachine(RuleBasedStateMachine):
-    """Rows are given to one job at a time, and to the next when it is done, as vLLM's CPU tier does."""
+    """An engine that gives each row of host memory to one job at a time, as vLLM's CPU tier does."""
 
     code: ModuleType = sources
 

@@ -1,7 +1,7 @@
-"""A state machine over the transformers adapter: open caches, chats and a small store under pressure, all at once.
+"""A state machine of the transformers adapter: open caches, chats and a small store under memory pressure, all at once.
 
-The model of it is plain: lists of tokens. Whatever happened before, a forward pass gives the logits of plain
-transformers for these tokens, a page of the store holds the K/V of its key's tokens, and what is leased is not written.
+Its reference model consists of lists of tokens. Whatever happened before, a forward pass gives the logits that plain
+transformers gives for these tokens, a page holds the K/V of its key's tokens, and no leased page is written.
 """
 
 # mypy: allow-untyped-calls
@@ -27,10 +27,10 @@ storing = st.sampled_from(["all", "all", "all", "memory-only", "read-only", "no-
 
 
 class AdapterMachine(StoreMachine):
-    """Subclasses name the model, and a draft model if there is one."""
+    """Uses the adapter in random ways. Subclasses name the model, and a draft model if they use one."""
 
     flaky = False
-    """Whether copies fail: then tokens that were to be reused are computed, and so are passes again."""
+    """Whether copies fail. If they do, reused tokens can be lost and computed again, and passes can be repeated."""
 
     # -- caches -------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class AdapterMachine(StoreMachine):
                 same_logits(self.model, cache.fed[row], logits[row, -len(more) :])
 
     def forward(self, cache: Open, new: list[list[int]], width: int) -> torch.Tensor | None:
-        """The logits of one pass; None, nothing changed, if HBM has no room."""
+        """Return the logits of one pass, or None if HBM has no free slots. In that case the cache is unchanged."""
         start = cache.columns
         ids = torch.tensor([[0] * (width - len(row)) + row for row in new])
         columns = torch.arange(start, start + width)[None] - torch.tensor(cache.paddings)[:, None]
@@ -124,7 +124,7 @@ class AdapterMachine(StoreMachine):
         name, model = cache_argument(self.model), self.model
         if self.draft is not None and len(rows) == 1:
             options["assistant_model"] = cache.cache.draft_model
-            # Guesses beyond the target are not generate's, nor those before that have turned out to be wrong.
+            # Remove wrong guesses, and guesses beyond the target's tokens, which did not come from generate.
             guesses = len(cache.drafted) - common_prefix(cache.drafted, cache.fed[0])
             cache.cache.draft_model.cache.crop(-guesses)
         try:
@@ -146,7 +146,7 @@ class AdapterMachine(StoreMachine):
 
     @rule(at=st.integers(0, 5), count=st.integers(0, 2 * PAGE), again=st.booleans())
     def crop(self, at: int, count: int, again: bool) -> None:
-        """``again``: what was taken back is what will be fed next."""
+        """Remove the last ``count`` tokens of a cache. If ``again``, feed them again in the next pass."""
         cache = self.pick(at)
         if cache is None or any(cache.rest):
             return
@@ -199,7 +199,7 @@ class AdapterMachine(StoreMachine):
 
     @rule(at=st.integers(0, 5), width=st.sampled_from([1, 5, PAGE, 40]), right=st.booleans())
     def feed_draft(self, at: int, width: int, right: bool) -> None:
-        """The draft model goes on: after the target's tokens, or with guesses of its own."""
+        """Run the draft model, on the target's tokens if ``right``, otherwise on guesses."""
         cache = self.pick(at)
         if cache is None or self.draft is None:
             return
@@ -208,7 +208,7 @@ class AdapterMachine(StoreMachine):
         follows = known[: len(cache.drafted)] == cache.drafted
         new = known[len(cache.drafted) :][:width] if right and follows else []
         if not new:
-            # A guess within the prompt would be refused.
+            # The cache refuses a guess where it expects tokens of the prompt.
             if any(cache.rest) or len(cache.drafted) < len(cache.fed[0]):
                 return
             new = random_prompt(min(width, PAGE), seed=9)
@@ -268,7 +268,7 @@ class AdapterMachine(StoreMachine):
 
     @rule(name=st.sampled_from("ab"), fed=prompts, said=st.booleans())
     def turn_by_hand(self, name: str, fed: list[int], said: bool) -> None:
-        """A turn whose answer is appended otherwise than it was fed."""
+        """Run a turn by calling the model. If ``said``, append the turn's tokens, but with a different first token."""
         session = self.chats.session(name, ttl_s=50.0)
         if not 0 < len(session.tokens) < 10 * PAGE or self.draft is not None:
             return

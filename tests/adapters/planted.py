@@ -1,4 +1,4 @@
-"""Bugs to plant in the transformers adapter, each a small change of what it does, by the name of what goes wrong."""
+"""Bugs to plant in the transformers adapter. Each is a small change of behaviour, and its name says what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state machine over the radix index: beside it every page ever added, in a plain list, searched by brute force."""
+"""A state machine of the radix index. Its reference model is a plain list of pages, searched by brute force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tierstore.adapters.radix import RadixIndex
 from tierstore.types import PageKey
 
-# Neighbours in value and in bytes, and both ends of int64.
+# Tokens that are close in value or in their bytes, and both ends of int64.
 TOKENS = (0, 1, 2, 256, 257, -1, -(1 << 63), (1 << 63) - 1)
 ROOTS = (b"", b"tenant")
 
@@ -24,7 +24,7 @@ roots = st.sampled_from(ROOTS)
 
 @dataclass
 class Page:
-    """One page of the model. ``prefix`` holds all tokens up to its end."""
+    """A page of the reference model. ``prefix`` holds all tokens up to the end of the page."""
 
     root: bytes
     prefix: tuple[int, ...]
@@ -37,7 +37,7 @@ def key_of(root: bytes, prefix: tuple[int, ...]) -> PageKey:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """Every call in any order; ``index_type`` is what is tested."""
+    """Calls the methods of the index in random order. ``index_type`` is the implementation under test."""
 
     index_type: ClassVar[type[RadixIndex]] = RadixIndex
 
@@ -53,13 +53,13 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(root=roots, ids=st.lists(few_tokens, max_size=10), spare=st.integers(0, 1))
     def insert(self, root: bytes, ids: list[int], spare: int) -> None:
-        """``spare`` full pages stay without a key: they were not stored."""
+        """Insert tokens. The last ``spare`` full pages get no key, as if they had not been stored."""
         self._insert(root, tuple(ids), max(0, len(ids) // self.page_size - spare))
 
     @precondition(lambda self: self.pages)
     @rule(data=st.data(), back=st.sampled_from((0, 0, 1, 2, 4)), tail=st.lists(tokens, max_size=4))
     def insert_a_fork(self, data: st.DataObject, back: int, tail: list[int]) -> None:
-        """A known page's tokens but for the last few, which may end inside a page, and then another end."""
+        """Insert the tokens up to the end of a known page, with the last ``back`` of them replaced by ``tail``."""
         page = data.draw(st.sampled_from(self.pages))
         forked = (*page.prefix[: max(0, len(page.prefix) - back)], *tail)
         self._insert(page.root, forked, len(forked) // self.page_size)
@@ -77,14 +77,14 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(data=st.data(), back=st.sampled_from((0, 0, 1, 2, 4)), tail=st.lists(tokens, max_size=4))
     def longest_of_a_fork(self, data: st.DataObject, back: int, tail: list[int]) -> None:
-        """A known page's tokens but for the last few, and then another end."""
+        """Look up the tokens up to the end of a known page, with the last ``back`` of them replaced by ``tail``."""
         page = data.draw(st.sampled_from(self.pages))
         self._longest(page.root, (*page.prefix[: max(0, len(page.prefix) - back)], *tail))
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
-        """Pages that are there and pages that went long ago."""
+        """Discard a page that is in the index, or one that was removed before."""
         key = data.draw(st.sampled_from(sorted(self.seen)))
         self.index.discard(key)
         gone = [page for page in self.pages if page.key == key]
@@ -93,7 +93,7 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(data=st.data(), root=st.none() | roots, ids=st.lists(few_tokens, min_size=3, max_size=9))
     def insert_under_a_key_of_others(self, data: st.DataObject, root: bytes | None, ids: list[int]) -> None:
-        """Refused, and nothing changes, for a key of other tokens or of another root."""
+        """Check that a key that belongs to other tokens or to another root is refused, and that nothing changes."""
         page = data.draw(st.sampled_from(self.pages))
         wanted = tuple(ids) if root is None else page.prefix
         chosen = page.root if root is None else root
@@ -101,7 +101,7 @@ class RadixMachine(RuleBasedStateMachine):
         if page.key in keys:
             return
         keys[data.draw(st.integers(0, len(keys) - 1))] = page.key
-        with pytest.raises(ValueError, match="known by"):
+        with pytest.raises(ValueError, match="already inserted for"):
             self.index.insert(chosen, wanted, keys)
 
     @precondition(lambda self: self.pages)
@@ -109,10 +109,10 @@ class RadixMachine(RuleBasedStateMachine):
     def insert_known_tokens_under_a_new_key(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(self.pages))
         keys = [*self._keys(page.root, page.prefix)[:-1], PageKey(bytes(36))]
-        with pytest.raises(ValueError, match="differs from the key known"):
+        with pytest.raises(ValueError, match="differs from the key already inserted"):
             self.index.insert(page.root, page.prefix, keys)
 
-    # -- what holds after each ----------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def it_names_the_pages_of_the_model(self) -> None:
@@ -120,7 +120,7 @@ class RadixMachine(RuleBasedStateMachine):
         known = {page.key for page in self.pages}
         assert {key for key in self.seen if key in self.index} == known
 
-    # -- the model ----------------------------------------------------------------------------------------------
+    # -- the reference model ------------------------------------------------------------------------------------
 
     def _keys(self, root: bytes, ids: tuple[int, ...]) -> list[PageKey]:
         ends = range(self.page_size, len(ids) + 1, self.page_size)

@@ -1,4 +1,4 @@
-"""The store under the adapter's machine: pages move and are looked at, leases are held, it is opened anew."""
+"""The store in the adapter's state machine: pages move and are checked, leases are held, and the store is reopened."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierstore.types import LeaseState, Tier
 HBM, HOST, WAIT_S = 24, 12, 0.1
 BASE = random_prompt(6 * PAGE, seed=100)
 
-# Prompts part from each other inside pages and on their edges, and some begin like others end.
+# Prompts diverge inside pages and at page boundaries, and some begin with tokens that others end with.
 prompts = st.builds(
     lambda shared, more, seed: BASE[:shared] + random_prompt(more, seed=seed),
     st.sampled_from([0, 3, PAGE, PAGE + 5, 2 * PAGE, 2 * PAGE + 3, 4 * PAGE + 1]),
@@ -39,13 +39,13 @@ prompts = st.builds(
 
 @dataclass(eq=False)
 class Open:
-    """An open cache and what it was fed: row by row the tokens of each model."""
+    """An open cache and the tokens it was fed: ``fed`` by row for the model, ``drafted`` for the draft model."""
 
     cache: TierStoreCache
     paddings: list[int]
     fed: list[list[int]]
     rest: list[list[int]]
-    """Of each row: tokens of its prompt that were not fed yet."""
+    """For each row, the tokens of its prompt that have not been fed yet."""
     drafted: list[int] = field(default_factory=list)
 
     @property
@@ -54,7 +54,7 @@ class Open:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store of a machine, and what is done to it from outside. Subclasses name the models, and use it."""
+    """A state machine with a store and rules that act on it directly. Subclasses name the models, and add rules."""
 
     model: ClassVar[PreTrainedModel]
     draft: ClassVar[PreTrainedModel | None] = None
@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, keep=st.booleans())
     def look(self, tokens: list[int], keep: bool) -> None:
-        """Pages hold the K/V of their tokens, of every model; some stay leased."""
+        """Require that pages hold the K/V of their tokens for every model. If ``keep``, keep the lease open."""
         lease = self.store.acquire(self.store.keys(tokens))
         assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
         if lease.slots:
@@ -139,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert all(map(torch.equal, self.bytes_of(lease), before)), "a leased page was written"
 
     def leave(self) -> None:
-        """Close everything: nothing may have leaked."""
+        """Close everything, and require that no slot and no lease leaked."""
         for cache in list(self.open):
             cache.cache.close()
         self.open = []
@@ -148,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held = []
         self.chats.close()
         try:
-            # What is on its way is pinned too.
+            # Pages in flight are pinned too.
             assert self.store.drain(PATIENCE_S)
             states: Any = self.store.stats()
             hbm = states["tiers"]["HBM"]
@@ -159,14 +159,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            with suppress(StoreClosed):  # a rule that failed to reopen it has said why
+            with suppress(StoreClosed):  # the rule that failed to reopen the store has raised the error
                 self.leave()
         finally:
             self.directory.cleanup()
 
 
 def plain_kv(model: PreTrainedModel, tokens: list[int]) -> list[torch.Tensor]:
-    """K/V of each layer as plain transformers computes them: ``[2, num_kv_heads, tokens, head_dim]``."""
+    """Return the K/V of each layer, ``[2, num_kv_heads, tokens, head_dim]``, as plain transformers computes them."""
     cache = DynamicCache()
     with torch.no_grad():
         model(torch.tensor([tokens]), **{cache_argument(model): cache})
@@ -175,7 +175,7 @@ def plain_kv(model: PreTrainedModel, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def same_logits(model: PreTrainedModel, tokens: list[int], found: torch.Tensor) -> None:
-    """``found``, ``[n, vocabulary]``: what plain transformers gives for the last ``n`` of the tokens."""
+    """Require that ``found`` (``[n, vocabulary]``) equals plain transformers' logits for the last ``n`` tokens."""
     with torch.no_grad():
         expected = model(torch.tensor([tokens]), use_cache=False).logits[0, -len(found) :]
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)

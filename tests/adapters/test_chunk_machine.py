@@ -1,4 +1,4 @@
-"""Chunks below an engine's host memory, at random; and bugs that the machine must find."""
+"""Test ``Chunks``, the tier below an engine's host memory, with random calls, and test that planted bugs are found."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from tests.support.planting import SEARCH, Bug
 from tierstore.adapters.vllm import chunks
 
 BUGS = [
-    Bug("what is read leaves", "            if key in self._reading:\n                continue\n", ""),
+    Bug(
+        "a chunk being read is evicted",
+        "            if key in self._reading:\n                continue\n",
+        "",
+    ),
     Bug(
         "a late read ends its job",
         "        if not job.moving:\n            del",
         "        if True:\n            del",
     ),
-    Bug("what is under way takes no room", "(len(self._writing) + 1) * cost", "cost"),
-    Bug("what is under way is new", " and mine not in self._writing", ""),
-    Bug("what was lost is kept", "failure not in _KEPT", "failure in _KEPT"),
-    Bug("what left still counts", "self._used -= self._held.pop(key)", "self._held.pop(key)"),
-    Bug("what left stays on disk", "        self._tier.submit_erase(gone)\n", ""),
+    Bug("writes in flight take no space", "(len(self._writing) + 1) * cost", "cost"),
+    Bug("a write in flight counts as new", " and mine not in self._writing", ""),
+    Bug("a lost chunk is kept", "failure not in _KEPT", "failure in _KEPT"),
+    Bug("an evicted chunk still counts", "self._used -= self._held.pop(key)", "self._held.pop(key)"),
+    Bug("an evicted chunk stays on disk", "        self._tier.submit_erase(gone)\n", ""),
     Bug(
         "a lost chunk arrived",
         "job.lost.update(key for key, failure in ended if failure is not None)",
@@ -46,7 +50,7 @@ BUGS = [
 ]
 
 
-def test_an_engine_at_random_gets_its_own_chunks_and_none_that_is_lost() -> None:
+def test_random_engine_loads_only_its_own_chunks_and_no_lost_one() -> None:
     run_state_machine_as_test(
         ChunkMachine, settings=settings(max_examples=lanes.examples(50, 400), stateful_step_count=40)
     )

@@ -1,4 +1,4 @@
-"""A document read in one store is answered about in another, elsewhere, and none of it is computed again."""
+"""Test that a store answers questions from a document's pages that it imported, without computing them again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTIONS = [random_prompt(6, seed=1), random_prompt(3, seed=2), random_prompt(1
 
 @pytest.mark.parametrize("codec", ["none", "exp"])
 @pytest.mark.parametrize("live", [True, False], ids=["running", "closed"])
-def test_another_store_answers_the_same_and_computes_the_question_alone(
+def test_another_store_answers_the_same_and_computes_only_the_question(
     tmp_path: Path, live: bool, codec: str
 ) -> None:
     model = tiny_llama().bfloat16() if codec == "exp" else tiny_llama()
@@ -55,7 +55,7 @@ def test_another_store_answers_the_same_and_computes_the_question_alone(
         assert answers == [plain(model, DOCUMENT + question) for question in QUESTIONS]
 
 
-def test_another_model_of_the_same_shape_takes_none_of_it(tmp_path: Path) -> None:
+def test_another_model_of_the_same_shape_imports_no_page(tmp_path: Path) -> None:
     model, other = tiny_llama(), tiny_llama(seed=1)
     path = tmp_path / "document.tier"
     with open_store(model) as store:

@@ -1,4 +1,4 @@
-"""A stored prefix that comes layer by layer: the first layers are computed meanwhile, what is lost is computed."""
+"""Test a stored prefix that arrives layer by layer: layers are used as they arrive, and lost pages are computed."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from tests.adapters.store_machine import plain_kv
 from tests.adapters.test_hf_windows import tiny_gemma
 from tests.adapters.tiny import (
+    NEW,
     PAGE,
     ask,
     generate,
@@ -41,7 +42,7 @@ LAYERS, PAGES = 6, 4
 PROMPT = random_prompt(PAGES * PAGE + 3)
 
 lets: list[Let] = []
-"""Of the test that runs: in the end nobody waits for them."""
+"""The gates of the current test. ``below`` opens them at the end, so that no copy keeps waiting."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,10 @@ def model() -> LlamaForCausalLM:
 
 @contextmanager
 def below(model: PreTrainedModel, *prompts: list[int], keep: int = 0) -> Iterator[TierStore]:
-    """A store with the full pages of these prompts in HOST, ``keep`` of them in HBM too, and rubbish elsewhere."""
+    """Yield a store whose HOST tier has the full pages of these prompts, and whose other HBM slots hold garbage.
+
+    The first ``keep`` pages of each prompt stay in HBM.
+    """
     with open_store(model, host=32) as store:
         for prompt in prompts:
             with TierStoreCache(store, prompt, model=model) as cache, torch.no_grad():
@@ -78,7 +82,7 @@ def gate(patch: pytest.MonkeyPatch) -> Let:
 
 
 def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[int]:
-    """Parts of a lease may come each time another layer of it is asked for; which were."""
+    """Let ``parts`` copies finish each time a lease is asked for another layer. Return the list of these layers."""
     asked: list[int] = []
     known: set[tuple[int, int]] = set()
     ready = Lease.ready
@@ -95,7 +99,7 @@ def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[i
 
 
 def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
-    """``parts`` may come for each lease that is asked for its first layer; what is left when others are breaks."""
+    """Let ``parts`` copies finish while a lease waits for its first layer, and make the others fail at later layers."""
     let = gate(patch)
     known: set[int] = set()
     ready = Lease.ready
@@ -112,7 +116,7 @@ def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
 
 
 def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: float = PATIENCE_S) -> None:
-    """A layer is asked for when it is computed, and not before."""
+    """Require that a layer is requested when it is computed, and not before."""
     expected = plain(model, PROMPT)
     asked: list[int] = []
     seen: list[int] = []
@@ -129,7 +133,7 @@ def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: floa
             assert generate(model, PROMPT, cache) == expected
             assert cache.reused_tokens == PAGES * PAGE
             assert fed.widths[0] == 3
-            assert len(fed.widths) == 11
+            assert len(fed.widths) == NEW
     for hook in hooks:
         hook.remove()
     assert asked == list(range(LAYERS))
@@ -138,14 +142,14 @@ def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: floa
     )
 
 
-def test_a_layer_is_computed_while_later_ones_are_on_their_way(
+def test_layer_is_computed_while_later_layers_are_in_flight(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress(model, monkeypatch)
 
 
 def lose(model: PreTrainedModel, patch: pytest.MonkeyPatch, kept: int = 0) -> None:
-    """Copies fail after the first layer was there: only the pages that HBM held are reused, and answers are right."""
+    """Make copies fail after the first layer. Check the answer, and that only the ``kept`` pages in HBM are reused."""
     expected = plain(model, PROMPT)
     with below(model, PROMPT, keep=kept) as store:
         with patch.context() as inner, watch(model) as fed:
@@ -154,7 +158,7 @@ def lose(model: PreTrainedModel, patch: pytest.MonkeyPatch, kept: int = 0) -> No
             assert cache.reused_tokens == PAGES * PAGE
             assert generate(model, PROMPT, cache) == expected
             assert cache.reused_tokens == kept * PAGE
-            assert cache.get_seq_length() == len(PROMPT) + 10
+            assert cache.get_seq_length() == len(PROMPT) + NEW - 1
             cache.close()
         assert fed.widths[:3] == [3, len(PROMPT) - kept * PAGE, 1]
         let.broken = False
@@ -184,7 +188,7 @@ def test_pages_that_fail_after_their_first_layers_are_computed(
     assert "cannot be written" in caplog.text
 
 
-def test_pages_that_stop_coming_are_computed_when_the_time_is_up(
+def test_pages_that_stop_arriving_are_computed_after_the_timeout(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plain(model, PROMPT)
@@ -200,7 +204,7 @@ def test_pages_that_stop_coming_are_computed_when_the_time_is_up(
         assert store.drain(PATIENCE_S)
 
 
-def test_layers_that_do_not_even_start_to_come_are_computed(
+def test_layers_that_never_start_arriving_are_computed(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plain(model, PROMPT)
@@ -215,7 +219,7 @@ def test_layers_that_do_not_even_start_to_come_are_computed(
 
 
 def branch(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, broken: bool) -> None:
-    """A prompt that leaves a stored one inside a page: a copy of that page is made while it comes."""
+    """Ask with a prompt that diverges from a stored one inside a page, which is copied as it arrives."""
     prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
     expected = plain(model, prompt)
     with below(model, PROMPT) as store:
@@ -241,9 +245,7 @@ def test_half_a_page_is_copied_layer_by_layer(
     branch(model, monkeypatch, broken)
 
 
-def test_only_the_page_that_is_left_half_way_fails(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_partially_used_page_fails(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
     with below(model, PROMPT, keep=2) as store:
         let = gate(monkeypatch)
@@ -291,7 +293,7 @@ def test_lost_pages_of_several_answers_are_computed(
             assert cache.reused_tokens == 0
 
 
-def test_answer_of_a_pass_that_was_done_again_is_for_the_columns_that_were_fed(
+def test_output_of_a_repeated_pass_has_only_the_columns_that_were_fed(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.tensor([PROMPT])
@@ -308,7 +310,7 @@ def test_answer_of_a_pass_that_was_done_again_is_for_the_columns_that_were_fed(
         torch.testing.assert_close(one, other[:, start:], rtol=0, atol=1e-4)
 
 
-def test_embeddings_wait_for_all_layers_and_may_lose_pages_too(
+def test_embeddings_wait_for_all_layers_and_survive_lost_pages(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.tensor([PROMPT])
@@ -327,7 +329,7 @@ def test_embeddings_wait_for_all_layers_and_may_lose_pages_too(
     torch.testing.assert_close(found, expected[:, -3:], rtol=0, atol=1e-4)
 
 
-def test_cache_that_is_cut_before_its_first_pass_loses_no_token(
+def test_cache_cropped_before_its_first_pass_loses_no_token(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with below(model, PROMPT) as store, torch.no_grad():
@@ -345,7 +347,7 @@ def test_cache_that_is_cut_before_its_first_pass_loses_no_token(
     torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
 
 
-def test_chat_whose_pages_fail_between_turns_goes_on(
+def test_chat_continues_after_pages_fail_between_turns(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(model, host=32) as store, PrefixCache(store, model) as cache:
@@ -363,7 +365,7 @@ def test_chat_whose_pages_fail_between_turns_goes_on(
         store.check()
 
 
-def test_kv_groups_come_layer_by_layer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_groups_are_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_gemma()
     expected = plain(model, PROMPT)
     with below(model, PROMPT) as store:
@@ -373,7 +375,7 @@ def test_kv_groups_come_layer_by_layer_too(monkeypatch: pytest.MonkeyPatch) -> N
             assert generate(model, PROMPT, cache) == expected
 
 
-def test_cache_that_is_closed_while_pages_come_leaves_nothing_behind(
+def test_cache_closed_while_pages_arrive_leaks_nothing(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
@@ -385,7 +387,7 @@ def test_cache_that_is_closed_while_pages_come_leaves_nothing_behind(
 
 
 def too_late(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, prompt: list[int], parts: int) -> None:
-    """The time is up at the second layer, and all has come when the pass ends: it was computed without."""
+    """Let the wait for the second layer time out, and the rest arrive during the pass. No page counts as reused."""
     expected = plain(model, prompt)
     with below(model, PROMPT) as store:
         let = gate(patch)
@@ -411,7 +413,7 @@ def too_late(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, prompt: list[in
     [(PROMPT, PAGES), (PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5), 3)],
     ids=["whole pages", "half a page"],
 )
-def test_layers_that_come_after_they_were_computed_do_not_count(
+def test_layers_that_arrive_after_they_were_computed_are_not_counted(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, prompt: list[int], parts: int
 ) -> None:
     too_late(model, monkeypatch, prompt, parts)

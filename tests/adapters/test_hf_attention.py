@@ -1,4 +1,4 @@
-"""Attention over scattered pages equals attention over the same tokens in one piece."""
+"""Test that attention over scattered pages equals attention over the same tokens in contiguous memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pages_read_in_groups_equal_contiguous_attention(
         mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
         if window is not None:
             mask &= ~mask.tril(-window)
-            # What lies behind every window is not even looked at.
+            # Pages before the window are never read, so their slots may be invalid.
             first = max(0, num_tokens - width - window + 1) // page
             slots[:first] = -1
         expected = scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Several sequences at once: batches, several answers to one prompt, and beams. Results equal plain transformers."""
+"""Test batches, several answers to one prompt, and beams. Results equal those of plain transformers."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -33,14 +33,14 @@ def model() -> LlamaForCausalLM:
 
 
 def in_use(store: TierStore) -> int:
-    """HBM slots that callers own or leases hold now."""
+    """Return the number of HBM slots that callers own or leases hold."""
     occupancy: Any = store.stats()["tiers"]
     hbm = occupancy["HBM"]
     return int(hbm["owned"]) + int(hbm["pinned"])
 
 
 def answers(model: LlamaForCausalLM, store: TierStore, prompts: list[list[int]], **options: Any) -> Any:
-    """Rows of a batch over the store, the reused tokens, and the widths fed."""
+    """Run a batch with the store. Return its rows, the number of reused tokens, and the width of each forward pass."""
     ids, mask = pad_left(prompts)
     with watch(model) as fed, TierStoreCache(store, ids, mask, model=model) as cache:
         rows = generate_batch(model, ids, cache, attention_mask=mask, **options)
@@ -58,13 +58,13 @@ def test_batch_of_mixed_lengths_and_mixed_reuse(model: LlamaForCausalLM) -> None
         rows, reused, _ = answers(model, store, prompts)
         assert rows == expected
         assert reused == 0, "the longest prompt is cold, and all rows start in the same column"
-        # Now all are there, and each row computes one column.
+        # Now all prompts are stored, and each row computes one column.
         rows, reused, widths = answers(model, store, prompts)
         assert rows == expected
         assert (reused, widths[0]) == (sum(map(len, prompts)) - 4, 1)
 
 
-def test_rows_that_hold_more_than_the_common_start_write_nothing_twice(model: LlamaForCausalLM) -> None:
+def test_rows_with_more_than_the_common_prefix_rewrite_nothing(model: LlamaForCausalLM) -> None:
     held, cold = random_prompt(4 * PAGE, seed=1), random_prompt(3 * PAGE, seed=2)
     with open_store(model) as store:
         ask(store, model, held)
@@ -110,7 +110,7 @@ def test_several_samples_of_one_prompt_share_its_pages(model: LlamaForCausalLM) 
     torch.manual_seed(3)
     expected = plain_batch(model, torch.tensor([prompt]), **options).tolist()
     assert len({tuple(row) for row in expected}) == 3, "the samples do not differ: this shows nothing"
-    # Eight pages would hold the prompt and one answer, ten the prompt and three: not three prompts.
+    # HBM has room for the prompt and three answers that share its pages, but not for three copies of the prompt.
     with open_store(model, hbm=14) as store:
         for reused in (0, len(prompt) - 1):
             torch.manual_seed(3)
@@ -150,7 +150,7 @@ def test_beams_over_a_padded_batch(model: LlamaForCausalLM) -> None:
                 assert generate_batch(model, ids, cache, **options).tolist() == expected
 
 
-def test_branches_that_lost_give_their_pages_back(model: LlamaForCausalLM) -> None:
+def test_losing_beams_release_their_pages(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE)
     name = cache_argument(model)
     with open_store(model) as store, torch.no_grad(), TierStoreCache(store, prompt, model=model) as cache:
@@ -165,7 +165,7 @@ def test_branches_that_lost_give_their_pages_back(model: LlamaForCausalLM) -> No
         assert in_use(store) == 2 + 1 + 4
 
 
-def test_equal_rows_are_written_once(model: LlamaForCausalLM) -> None:
+def test_equal_rows_share_their_pages(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(4 * PAGE)
     with (
         open_store(model, hbm=6) as store,
@@ -203,7 +203,7 @@ def test_batch_is_restored_from_the_tiers_below(model: LlamaForCausalLM) -> None
 
 
 @pytest.mark.parametrize("chunk", [3, PAGE, PAGE + 5])
-def test_rows_that_begin_alike_and_part_in_a_later_chunk(model: LlamaForCausalLM, chunk: int) -> None:
+def test_rows_that_diverge_in_a_later_chunk(model: LlamaForCausalLM, chunk: int) -> None:
     shared = random_prompt(2 * PAGE + 3)
     prompts = [shared + random_prompt(PAGE + 2, seed=seed) for seed in (1, 2)]
     expected = plain_batch(model, torch.tensor(prompts)).tolist()

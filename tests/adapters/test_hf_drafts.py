@@ -1,4 +1,4 @@
-"""Assisted decoding: the draft model's K/V are in the pages of the model it drafts for, and never part from them."""
+"""Test assisted decoding: pages hold the K/V of a model and of its draft model, and the two never diverge."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tests.support import lanes
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument, page_specs
 from tierstore.types import Tier
@@ -23,7 +24,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def draft(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The model's own first layers: right often enough that drafts are accepted as well as rejected."""
+    """Return a draft model made of the model's first layers. Some of its guesses are accepted and some are rejected."""
     found = tiny_llama(num_layers=2)
     own = model.state_dict()
     found.load_state_dict({name: own[name] for name in found.state_dict()})
@@ -39,7 +40,7 @@ def test_a_page_holds_both_models(model: LlamaForCausalLM, draft: LlamaForCausal
     assert specs[0].model != specs[1].model
 
 
-@pytest.mark.parametrize("length", [3, PAGE, 4 * PAGE, 4 * PAGE + 5])
+@pytest.mark.parametrize("length", lanes.some([3, PAGE, 4 * PAGE, 4 * PAGE + 5], (4 * PAGE + 5).__eq__))
 def test_cold_and_warm_answers_equal_plain_transformers(
     model: LlamaForCausalLM, draft: LlamaForCausalLM, length: int
 ) -> None:
@@ -59,13 +60,13 @@ def test_cold_and_warm_answers_equal_plain_transformers(
                 assert cache.get_seq_length() == length + 30 - 1
             assert answer == expected
             assert max(fed.widths[1:]) > 1, "no draft was ever tried: this shows nothing"
-            # Neither model computes again what the pages hold.
+            # Neither model computes tokens that the pages hold.
             assert fed.widths[0] <= length - start + 4
             assert drafted.widths[0] == length - start
 
 
 # F067
-def test_pages_with_a_draft_come_back_from_below_with_both(
+def test_pages_with_a_draft_are_loaded_from_lower_tiers_with_both(
     model: LlamaForCausalLM, draft: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     prompt = random_prompt(5 * PAGE)
@@ -121,10 +122,8 @@ def test_a_cache_without_a_draft_has_no_draft_model(model: LlamaForCausalLM) -> 
         _ = cache.draft_model
 
 
-# The slots that a rollback gives back hold other bytes when they come again: the draft's K/V in them are gone too.
-def test_rollback_takes_back_what_the_draft_wrote_as_well(
-    model: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
+# A rollback frees slots that are then overwritten, so the draft's K/V in them must be discarded too.
+def test_rollback_removes_the_drafts_tokens_too(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE + 5)
     with (
         open_store(model, draft=draft) as store,
@@ -157,7 +156,7 @@ def test_rejected_drafts_leave_no_page_in_the_store(model: LlamaForCausalLM, dra
         assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE
 
 
-def test_what_a_lookup_accepted_last_is_stored_when_the_cache_closes(model: LlamaForCausalLM) -> None:
+def test_tokens_last_accepted_by_prompt_lookup_are_stored_at_close(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(6) * 4
     with open_store(model) as store:
         with TierStoreCache(store, prompt, model=model) as cache:
@@ -167,8 +166,8 @@ def test_what_a_lookup_accepted_last_is_stored_when_the_cache_closes(model: Llam
         assert held["HBM"]["resident"] == store.match(store.keys(written)).num_pages == len(written) // PAGE
 
 
-def test_a_pad_token_within_the_text_is_text(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
-    """Models say it too. Of the mask that the model is given its draft model gets nothing."""
+def test_pad_token_within_the_text_is_kept(model: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """A pad token may be part of the text. The draft model must keep it, although it gets no attention mask."""
     prompt = [*random_prompt(PAGE), 0, *random_prompt(3, seed=1)]
     mask = torch.ones(1, len(prompt), dtype=torch.long)
     with (

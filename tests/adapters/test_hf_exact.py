@@ -1,4 +1,4 @@
-"""A request for exact pages is answered as if there were no lossy disk; without it lossy pages are used."""
+"""Test that requests for exact pages never use lossy ones, and that other requests do."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.adapters.test_hf_windows import WINDOW, tiny_mistral
 from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama
+from tests.support import lanes
 from tests.support.pages import PATIENCE_S, page_tensor
 from tierstore.adapters.huggingface import ATTENTION, PrefixCache, TierStoreCache, prefix, sequence
 from tierstore.adapters.huggingface.prefix import ROLLBACK, Tail
@@ -42,7 +43,7 @@ def drop_memory(store: TierStore, keys: list[PageKey]) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int8+zstd", "int4"])
-def test_after_a_restart_an_exact_request_is_computed_anew(
+def test_after_a_restart_an_exact_request_is_computed_again(
     model: LlamaForCausalLM, tmp_path: Path, codec: str
 ) -> None:
     prompt = random_prompt(6 * PAGE + 3)
@@ -56,7 +57,7 @@ def test_after_a_restart_an_exact_request_is_computed_anew(
         assert ask(store, model, prompt, exact=True) == (expected, 6 * PAGE + 2)  # all but the last token
 
 
-def test_without_it_lossy_pages_are_reused_and_may_answer_otherwise(
+def test_without_exact_lossy_pages_are_reused_and_may_change_the_answer(
     model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     prompts = [random_prompt(4 * PAGE + 3, seed=seed) for seed in range(6)]
@@ -66,11 +67,11 @@ def test_without_it_lossy_pages_are_reused_and_may_answer_otherwise(
     with open_store(model, host=16, disk=tmp_path, codec="int4") as store:
         found = [ask(store, model, prompt, exact=False) for prompt in prompts]
         assert [reused for _, reused in found] == [4 * PAGE] * 6
-        assert [answer for answer, _ in found] != expected  # 4 bits: what an exact request is for
+        assert [answer for answer, _ in found] != expected  # with 4 bits, answers differ
         assert [ask(store, model, prompt, exact=True)[0] for prompt in prompts] == expected
 
 
-def test_an_exact_request_copies_no_lossy_page_that_its_prompt_leaves_half_way(
+def test_exact_request_copies_no_partially_matching_lossy_page(
     model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     first = random_prompt(4 * PAGE)
@@ -79,11 +80,11 @@ def test_an_exact_request_copies_no_lossy_page_that_its_prompt_leaves_half_way(
         ask(store, model, first, exact=False)
         drop_memory(store, store.keys(first)[3:])
         assert ask(store, model, other, exact=True) == (plain(model, other), 3 * PAGE)
-        with TierStoreCache(store, first, model=model) as cache:  # the index of prefixes still knows the page
+        with TierStoreCache(store, first, model=model) as cache:  # the index of prefixes still has the page
             assert cache.reused_tokens == 4 * PAGE - 1
 
 
-def test_lossy_pages_that_another_request_holds_are_no_part_of_an_exact_answer(
+def test_lossy_pages_held_by_another_request_are_not_used_for_an_exact_answer(
     model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     prompt = random_prompt(5 * PAGE + 2)
@@ -100,9 +101,7 @@ def test_lossy_pages_that_another_request_holds_are_no_part_of_an_exact_answer(
         store.check()
 
 
-def test_an_exact_chat_goes_on_exactly_after_its_pages_left_memory(
-    model: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def test_exact_chat_stays_exact_after_its_pages_left_memory(model: LlamaForCausalLM, tmp_path: Path) -> None:
     with (
         open_store(model, host=16, disk=tmp_path, codec="int4") as store,
         PrefixCache(store, model, exact=True) as cache,
@@ -117,7 +116,7 @@ def test_an_exact_chat_goes_on_exactly_after_its_pages_left_memory(
 
 
 @pytest.mark.parametrize("exact", ["yes", 1, None])
-def test_exact_is_true_or_false(model: LlamaForCausalLM, exact: Any) -> None:
+def test_exact_must_be_a_bool(model: LlamaForCausalLM, exact: Any) -> None:
     with open_store(model) as store:
         with pytest.raises(TypeError, match=rf"exact must be True or False, got {exact!r}"):
             TierStoreCache(store, [1, 2, 3], model=model, exact=exact)
@@ -126,7 +125,7 @@ def test_exact_is_true_or_false(model: LlamaForCausalLM, exact: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("-inf"), "1", True])
-def test_times_that_are_none_are_refused(model: LlamaForCausalLM, seconds: Any) -> None:
+def test_invalid_timeouts_and_deadlines_are_refused(model: LlamaForCausalLM, seconds: Any) -> None:
     with open_store(model) as store:
         for name in ("timeout_s", "deadline_s"):
             with pytest.raises(
@@ -139,7 +138,7 @@ def test_times_that_are_none_are_refused(model: LlamaForCausalLM, seconds: Any) 
             PrefixCache(store, model, timeout_s=seconds)
 
 
-def test_lossy_pages_behind_a_window_are_no_matter_to_an_exact_request_and_those_in_it_are(
+def test_exact_request_ignores_lossy_pages_behind_the_window_but_not_in_it(
     tmp_path: Path,
 ) -> None:
     model = tiny_mistral()
@@ -157,7 +156,7 @@ def test_lossy_pages_behind_a_window_are_no_matter_to_an_exact_request_and_those
         assert ask(store, model, prompt, exact=True)[1] >= 16 * PAGE
 
 
-def test_a_page_begun_in_a_window_of_lossy_ones_that_are_behind_it_at_its_end_does_not_pass_for_exact(
+def test_page_whose_first_tokens_attend_to_lossy_pages_is_inexact(
     tmp_path: Path,
 ) -> None:
     model, size = tiny_mistral(), 128
@@ -173,11 +172,14 @@ def test_a_page_begun_in_a_window_of_lossy_ones_that_are_behind_it_at_its_end_do
         assert not store.match([key]).num_pages or not store.match([key]).exact
 
 
-# -- a walk over requests of both kinds, chats and evictions ---------------------------------------------------------
+# -- a random walk of requests of both kinds, chats and evictions -------------------------------------------
 
 
 class Walk:
-    """Exact and other requests, chats, pages that leave memory; ``check``: what is exact is what the model computes."""
+    """Makes random requests (exact or not), chats and evictions.
+
+    ``check`` compares exact pages with what the model computes.
+    """
 
     def __init__(self, model: LlamaForCausalLM, store: TierStore, seed: int) -> None:
         self.model, self.store, self.random = model, store, Random(seed)
@@ -187,7 +189,7 @@ class Walk:
         self.reference: dict[tuple[int, ...], torch.Tensor] = {}
 
     def prompt(self) -> list[int]:
-        """A known sequence, left anywhere, and a few new tokens."""
+        """Return a known sequence, cut at a random position, followed by a few new tokens."""
         start = self.random.choice(self.known)
         cut = self.random.randrange(1, len(start) + 1)
         return [
@@ -233,7 +235,7 @@ class Walk:
                     )
 
     def computed(self, tokens: list[int]) -> torch.Tensor:
-        """The model's own K and V, ``[layers, 2, tokens, heads, dim]``."""
+        """Return the K and V that the model computes without a store, ``[layers, 2, tokens, heads, dim]``."""
         if tuple(tokens) not in self.reference:
             self.model.set_attn_implementation("sdpa")
             with torch.no_grad():
@@ -265,10 +267,8 @@ def walk_often(model: LlamaForCausalLM, home: Path, walks: int) -> None:
         walk(model, home / str(seed), seed)
 
 
-def test_whatever_is_said_to_be_exact_is_what_the_model_computes(
-    model: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    walk_often(model, tmp_path, walks=6)
+def test_random_exact_requests_equal_what_the_model_computes(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    walk_often(model, tmp_path, walks=lanes.examples(1, 6))
 
 
 def half_pages_are_copied_as_they_are(patch: pytest.MonkeyPatch) -> None:

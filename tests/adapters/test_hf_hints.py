@@ -1,4 +1,4 @@
-"""Chats as hints: a session that goes on at its usual time finds its pages in HBM, and says the same without."""
+"""Test prefetching for chats: after its usual pause, a session finds its pages in HBM. Answers do not change."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAUSE_S = 30.0
 
 
 class Clock:
-    """Time that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ def model() -> LlamaForCausalLM:
 
 
 def pause(store: TierStore, clock: Clock, loop: PrefetchLoop | None, tokens: tuple[int, ...]) -> list[Tier]:
-    """The session rests, its pages go to disk; where they are when it goes on."""
+    """Demote the session's pages to disk, let a pause pass, and return the tiers that contain the pages at its end."""
     keys = store.keys(tokens[: len(tokens) - len(tokens) % PAGE])
     store.demote(keys, Tier.NVME)
     assert store.drain(PATIENCE_S)
@@ -67,7 +67,7 @@ def test_a_session_finds_its_pages_in_hbm_once_its_pauses_are_known(
         store.check()
 
 
-def test_a_session_that_ends_is_expected_no_more(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_ended_session_is_no_longer_expected(model: LlamaForCausalLM, tmp_path: Path) -> None:
     clock = Clock()
     with open_store(model, host=32, disk=tmp_path) as store, PrefixCache(store, model, clock=clock) as cache:
         loop = PrefetchLoop(store, PrefetchConfig(), None, clock)

@@ -1,4 +1,4 @@
-"""A user's model is as it was before, once every cache on it is closed or dropped."""
+"""Test that a user's model is restored once every cache on it is closed or dropped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> LlamaForCausalLM:
 
 
 def kept_by(model: PreTrainedModel) -> dict[str, object]:
-    """All that the modules of a model hold, by place (attributes, hooks, parameters), and its configuration."""
+    """Return a model's configuration and everything that its modules hold (attributes, hooks, parameters), by name."""
     found: dict[str, object] = {
         "config": model.config.to_dict(),
         "attention": model.config._attn_implementation,
@@ -48,7 +48,7 @@ def kept_by(model: PreTrainedModel) -> dict[str, object]:
 
 
 class _Held:
-    """Equal only to what holds the very same object, which it keeps, so that no address is used again."""
+    """A reference to an object, equal only to another reference to it. It prevents reuse of the object's address."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -78,7 +78,7 @@ def hooks_on(model: PreTrainedModel) -> int:
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
 
 
-def test_closed_cache_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> None:
+def test_closed_cache_leaves_the_model_unchanged(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE + 3)
     with open_store(model) as store:
         for _ in range(2):
@@ -89,20 +89,20 @@ def test_closed_cache_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> Non
                 cache.close()
 
 
-def test_closed_cache_leaves_target_and_draft_model_as_they_were(model: LlamaForCausalLM) -> None:
+def test_closed_cache_leaves_target_and_draft_model_unchanged(model: LlamaForCausalLM) -> None:
     draft, prompt = tiny_llama(num_layers=1, seed=5), random_prompt(2 * PAGE + 3)
     expected = plain(model, prompt)
     with open_store(model, draft=draft) as store:
         with TierStoreCache(
             store, prompt, model=model, draft=draft
-        ) as cache:  # generate sets options of the draft
+        ) as cache:  # generate changes options of the draft
             generate(model, prompt, cache, assistant_model=cache.draft_model)
         with left_as_it_was(model, draft), TierStoreCache(store, prompt, model=model, draft=draft) as cache:
             assert hooks_on(draft)
             assert generate(model, prompt, cache, assistant_model=cache.draft_model) == expected
 
 
-def test_sessions_leave_the_model_as_it_was(model: LlamaForCausalLM) -> None:
+def test_sessions_leave_the_model_unchanged(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, left_as_it_was(model), PrefixCache(store, model) as prefixes:
         session = prefixes.session("chat")
         session.append(random_prompt(PAGE + 3))
@@ -111,19 +111,19 @@ def test_sessions_leave_the_model_as_it_was(model: LlamaForCausalLM) -> None:
             raise RuntimeError("in the middle of a turn")
 
 
-def test_model_is_as_it_was_after_a_refused_prompt(model: LlamaForCausalLM) -> None:
+def test_model_is_unchanged_after_a_refused_prompt(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE + 3)
     with open_store(model) as store:
         ask(store, model, prompt)
         with (
             left_as_it_was(model),
-            pytest.raises(ValueError, match="not those of the prompt"),
+            pytest.raises(ValueError, match="differ from the prompt"),
             TierStoreCache(store, prompt, model=model) as cache,
         ):
             generate(model, random_prompt(2 * PAGE + 3, seed=9), cache)
 
 
-def test_model_is_as_it_was_after_an_exception_in_the_middle_of_a_pass(model: LlamaForCausalLM) -> None:
+def test_model_is_unchanged_after_an_exception_during_a_pass(model: LlamaForCausalLM) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a layer failed")
 
@@ -139,9 +139,9 @@ def test_model_is_as_it_was_after_an_exception_in_the_middle_of_a_pass(model: Ll
         assert ask(store, model, prompt)[0] == expected
 
 
-def test_model_is_as_it_was_after_a_cache_that_could_not_be_made(model: LlamaForCausalLM) -> None:
+def test_a_model_is_unchanged_after_a_cache_that_could_not_be_created(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, left_as_it_was(model):
-        with pytest.raises(ValueError, match="the prompt is empty"):
+        with pytest.raises(ValueError, match="and not empty, got shape"):
             TierStoreCache(store, [], model=model)
         with pytest.raises(ValueError, match="KV groups"):
             TierStoreCache(store, random_prompt(PAGE), model=model, draft=tiny_llama(num_layers=1))
@@ -160,13 +160,13 @@ def test_two_caches_on_one_model_may_be_closed_in_either_order(
         caches[first].close()
         with pytest.raises(ValueError, match="this TierStoreCache is closed"):
             generate(model, prompts[first], caches[first])
-        with pytest.raises(ValueError, match="not those of the prompt"):
+        with pytest.raises(ValueError, match="differ from the prompt"):
             generate(model, random_prompt(PAGE + 5, seed=3), caches[last])
         assert generate(model, prompts[last], caches[last]) == expected[last]
         caches[last].close()
 
 
-def test_cache_of_one_model_is_refused_by_another_that_has_a_cache_of_its_own(
+def test_cache_of_one_model_is_refused_by_another_with_an_open_cache(
     model: LlamaForCausalLM,
 ) -> None:
     other, prompt = tiny_llama(seed=5), random_prompt(PAGE + 3)
@@ -175,13 +175,13 @@ def test_cache_of_one_model_is_refused_by_another_that_has_a_cache_of_its_own(
         open_store(other) as theirs,
         TierStoreCache(store, prompt, model=model) as cache,
         TierStoreCache(theirs, prompt, model=other),
-        pytest.raises(ValueError, match="made for another model"),
+        pytest.raises(ValueError, match="created for a model other than"),
     ):
         generate(other, prompt, cache)
 
 
 def drop_open_cache(store: TierStore, model: PreTrainedModel, in_cycle: bool) -> None:
-    """Run the model over a cache that is dropped without being closed."""
+    """Run the model with a cache, and drop the cache without closing it."""
     prompt = random_prompt(2 * PAGE)
     cache: Any = TierStoreCache(store, prompt, model=model)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def drop_open_cache(store: TierStore, model: PreTrainedModel, in_cycle: bool) ->
 
 
 @pytest.mark.parametrize("in_cycle", [True, False])
-def test_dropped_cache_leaves_the_model_as_it_was(model: LlamaForCausalLM, in_cycle: bool) -> None:
+def test_dropped_cache_leaves_the_model_unchanged(model: LlamaForCausalLM, in_cycle: bool) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -208,7 +208,7 @@ def test_dropped_cache_leaves_the_model_as_it_was(model: LlamaForCausalLM, in_cy
         gc.enable()
 
 
-def test_dropped_cache_takes_nothing_from_one_that_is_open(model: LlamaForCausalLM) -> None:
+def test_dropped_cache_does_not_affect_an_open_one(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE + 3, seed=9)
     expected = plain(model, prompt)
     with open_store(model) as store, left_as_it_was(model):
@@ -220,7 +220,7 @@ def test_dropped_cache_takes_nothing_from_one_that_is_open(model: LlamaForCausal
 
 
 def model_dropped_with_an_open_cache(store_of: list[TierStore]) -> ref[PreTrainedModel]:
-    """Return what would still find the model."""
+    """Drop a model and its open cache, and return a weak reference to the model."""
     model = tiny_llama()
     specs = page_specs(model, PAGE)
     config = load_config({"hbm": {"capacity": 8 * specs[0].page_nbytes, "device": "cpu"}})
@@ -238,7 +238,7 @@ def test_model_is_freed_together_with_a_cache_that_was_not_closed() -> None:
     stores[0].close()
 
 
-def test_attribute_that_the_user_had_put_on_the_model_is_there_again(model: LlamaForCausalLM) -> None:
+def test_attributes_the_user_had_set_on_the_model_are_restored(model: LlamaForCausalLM) -> None:
     seen: list[int] = []
     prepare = model.prepare_inputs_for_generation
 
@@ -251,14 +251,14 @@ def test_attribute_that_the_user_had_put_on_the_model_is_there_again(model: Llam
     with open_store(model) as store, left_as_it_was(model):
         ask(store, model, prompt)
         with TierStoreCache(store, prompt, model=model) as cache:
-            with pytest.raises(ValueError, match="not those of the prompt"):
+            with pytest.raises(ValueError, match="differ from the prompt"):
                 generate(model, random_prompt(2 * PAGE + 3, seed=9), cache)
             generate(model, prompt, cache)
     assert seen
     assert vars(model)[PREPARE] is mine
 
 
-def test_what_a_user_puts_on_the_model_meanwhile_stays(model: LlamaForCausalLM) -> None:
+def test_attributes_set_on_the_model_while_a_cache_is_open_are_kept(model: LlamaForCausalLM) -> None:
     prompt, seen = random_prompt(PAGE + 3), [0, 0]
     expected = plain(model, prompt)
 
@@ -296,7 +296,7 @@ def test_model_with_an_open_cache_is_not_copied(model: LlamaForCausalLM) -> None
         assert not hooks_on(deepcopy(model))
 
 
-def test_opening_and_closing_is_no_change_of_weights(model: LlamaForCausalLM) -> None:
+def test_opening_and_closing_a_cache_is_not_a_weight_change(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(PAGE + 3)
     with open_store(model) as store:
         seen = weights_of(model).look(model)
@@ -324,7 +324,7 @@ def test_threads_open_and_close_caches_on_one_model(model: LlamaForCausalLM) -> 
 
 
 @pytest.mark.parametrize("build", [partial(tiny_qwen, "2"), partial(tiny_qwen, "2.5")])
-def test_model_of_images_keeps_the_positions_of_its_own_last_request(
+def test_vision_model_keeps_the_positions_of_its_own_last_request(
     build: Callable[[], PreTrainedModel],
 ) -> None:
     model = build()
@@ -344,7 +344,7 @@ def test_model_of_images_keeps_the_positions_of_its_own_last_request(
         assert state.rope_deltas is later
 
 
-def test_model_of_images_is_as_it_was_after_an_exception_in_the_middle_of_a_pass() -> None:
+def test_vision_model_is_unchanged_after_an_exception_during_a_pass() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a layer failed")
 

@@ -1,4 +1,4 @@
-"""What a model's pages are called, and when that changes."""
+"""Test the identity that a model's pages are stored under, and what changes it."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -13,8 +13,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
+import accelerate  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.adapters.tiny import generate, strong, tiny_llama
-from tierstore.adapters.huggingface import model_identity, page_spec, page_specs
+from tests.adapters.tiny import ask, generate, open_store, plain, random_prompt, strong, tiny_llama
+from tests.support import lanes
+from tierstore.adapters.huggingface import TierStoreCache, model_identity, page_spec, page_specs
 
 
 def test_geometry_comes_from_the_config() -> None:
@@ -47,7 +49,7 @@ def test_latent_attention_is_refused() -> None:
         page_spec(config, 16, "float32", "m")
 
 
-def test_a_model_of_another_family_is_refused_by_what_it_lacks() -> None:
+def test_model_of_another_family_is_refused_naming_what_it_lacks() -> None:
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         page_spec(GPT2Config(), 16, "float32", "m")
 
@@ -77,7 +79,7 @@ def test_identity_changes_with_one_weight_the_config_or_the_dtype() -> None:
 
 
 def identity_as_it_was(model: PreTrainedModel) -> str:
-    """The identity as version 0.1.0 made it (commit b711246): directories of plain models are named by it."""
+    """Compute the identity as version 0.1.0 (commit b711246) did. It still names the directories of plain models."""
     stored = {"_name_or_path", "_attn_implementation", "attn_implementation", "architectures"}
     stored |= {"transformers_version", "dtype"}
     config = {key: value for key, value in model.config.to_dict().items() if key not in stored}
@@ -114,7 +116,7 @@ def tiny(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     "kind", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "glm"]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", lanes.some([torch.float32, torch.bfloat16], (torch.bfloat16,).__contains__))
 def test_plain_models_keep_the_identity_that_names_their_directories(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -144,7 +146,7 @@ def test_settings_of_generate_do_not_change_the_identity() -> None:
     assert model_identity(model) == identity_as_it_was(model)
 
 
-def test_dynamically_quantised_models_are_told_apart_by_their_packed_weights() -> None:
+def test_dynamically_quantised_models_are_identified_by_their_packed_weights() -> None:
     def quantised(scale: float) -> PreTrainedModel:
         model = tiny_llama()
         with torch.no_grad():
@@ -175,7 +177,7 @@ def with_array(model: LlamaForCausalLM, value: float) -> None:
 
 
 def with_object_of_tensors(model: LlamaForCausalLM, value: float) -> None:
-    """As bitsandbytes keeps what its packed weights need."""
+    """Attach an object that holds tensors, as bitsandbytes does for the quantization state of packed weights."""
     projection(model).weight_state = SimpleNamespace(absmax=torch.full((3,), value), blocksize=64)
 
 
@@ -267,11 +269,12 @@ def test_state_beside_parameters_and_buffers_is_part_of_the_identity(
         change(model, value)
         return model_identity(model)
 
-    assert of(0.5) == of(0.5)
-    assert len({of(0.5), of(0.75), model_identity(tiny_llama())}) == 3
+    first = of(0.5)
+    assert of(0.5) == first
+    assert len({first, of(0.75), model_identity(tiny_llama())}) == 3
 
 
-def test_hooks_that_only_look_do_not_change_the_identity() -> None:
+def test_read_only_hooks_do_not_change_the_identity() -> None:
     model, seen = tiny_llama(), []
 
     def note(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -292,7 +295,7 @@ def test_which_weights_are_tied_is_part_of_the_identity() -> None:
     assert tied("q_proj") != tied("o_proj")
 
 
-def test_a_class_of_ones_own_is_told_apart_by_its_source(tmp_path: Path) -> None:
+def test_user_defined_model_class_is_identified_by_its_source(tmp_path: Path) -> None:
     def of(scale: float) -> str:
         folder = tmp_path / str(scale)
         folder.mkdir()
@@ -315,7 +318,7 @@ def test_a_class_of_ones_own_is_told_apart_by_its_source(tmp_path: Path) -> None
     assert of(1.0) != of(2.0)
 
 
-def test_what_cannot_be_read_is_refused_by_its_place_unless_the_pages_are_named() -> None:
+def test_unreadable_attributes_are_refused_by_path_unless_model_id_is_given() -> None:
     model = tiny_llama()
     projection(model).guard = Lock()
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.guard is a _thread.lock.*model_id"):
@@ -324,14 +327,119 @@ def test_what_cannot_be_read_is_refused_by_its_place_unless_the_pages_are_named(
     assert spec.model == "mine-1"
 
 
-def test_weights_that_are_not_in_memory_are_refused() -> None:
+def never_loaded(model: Any, folder: Path) -> str:
+    model.model.layers[1].to("meta")
+    return "layers.1.self_attn.q_proj.weight and 8 more weights"
+
+
+def offloaded_to_disk(model: Any, folder: Path) -> str:
+    accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    return "embed_tokens.weight and 29 more weights"
+
+
+def offloaded_to_memory(model: Any, folder: Path) -> str:
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return "embed_tokens.weight and 29 more weights"
+
+
+def spread_over_disk(model: Any, folder: Path) -> str:
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+    return "layers.1.self_attn.q_proj.weight and 17 more weights"
+
+
+@pytest.mark.parametrize("put_away", [never_loaded, offloaded_to_disk, offloaded_to_memory, spread_over_disk])
+def test_weights_that_are_not_in_memory_are_refused_before_a_store_is_opened(
+    put_away: Callable[[Any, Path], str], tmp_path: Path
+) -> None:
     model = tiny_llama()
-    model.model.layers[0].to("meta")
-    with pytest.raises(ValueError, match=r"on the meta device.*offload.*model_id"):
+    told = f"{put_away(model, tmp_path)} are on the meta device.*without offloading"
+    with pytest.raises(ValueError, match=told):
         page_specs(model, 16)
+    with pytest.raises(ValueError, match=told):
+        page_specs(model, 16, model_id="mine-1")
+    with pytest.raises(ValueError, match=told):
+        model_identity(model)
 
 
-def test_a_compiled_wrapper_is_refused_with_what_to_pass_instead() -> None:
+def test_a_model_that_is_offloaded_after_its_store_was_opened_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with open_store(model) as store:
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"on the meta device.*without offloading"):
+            TierStoreCache(store, random_prompt(9), model=model)
+
+
+class Int8Weight(torch.Tensor):
+    """A weight tensor made of 8-bit codes and a scale per row, as in torchao."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: object) -> Self:
+        return cls(inner["codes"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with the numbers that the codes stand for. Only ``detach`` keeps the codes."""
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scales)
+        plain = [each.codes * each.scales if isinstance(each, cls) else each for each in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def in_codes(model: LlamaForCausalLM) -> None:
+    """Quantize every linear layer of the decoder, as ``torchao.quantization.quantize_`` does."""
+    for module in model.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            scales = module.weight.detach().abs().amax(1, keepdim=True) / 127
+            codes = (module.weight.detach() / scales).round().to(torch.int8)
+            module.weight = torch.nn.Parameter(Int8Weight(codes, scales), requires_grad=False)
+
+
+def by_torchao(model: LlamaForCausalLM) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+
+
+@pytest.mark.parametrize("quantise", [in_codes, by_torchao])
+def test_quantised_tensor_subclass_weights_are_served_and_identified(
+    quantise: Callable[[LlamaForCausalLM], None],
+) -> None:
+    prompt = random_prompt(30)
+    model = tiny_llama()
+    of_floats = model_identity(model)
+    quantise(model)
+    assert model_identity(model) != of_floats
+    with open_store(model) as store:
+        answers = [ask(store, model, prompt) for _ in range(2)]
+        assert [cache.reused_tokens for _, cache in answers] == [0, len(prompt) - 1]
+        assert answers[0][0] == answers[1][0] == plain(model, prompt)
+        weight: Any = model.model.layers[1].self_attn.v_proj.weight
+        names, _ = weight.__tensor_flatten__()
+        with torch.no_grad():
+            getattr(weight, next(name for name in names if "scale" in name)).mul_(-1)
+        answer, cache = ask(store, model, prompt)
+        assert cache.reused_tokens == 0, "another weight, so other pages"
+        assert answer == plain(model, prompt)
+
+
+def test_compiled_wrapper_is_refused_and_the_error_names_the_alternative() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled: Any = torch.compile(tiny_llama())

@@ -1,4 +1,6 @@
-"""Models of images and text: requests of text are answered right whatever came before, those with images refused."""
+"""Test image-and-text models: text requests are answered correctly after any other request, and image
+requests are refused.
+"""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -19,6 +21,7 @@ from transformers import (
 
 from tests.adapters.test_hf_arrival import below, broken_after_the_first_layer
 from tests.adapters.tiny import (
+    NEW,
     PAGE,
     generate,
     generate_batch,
@@ -46,13 +49,13 @@ TEXT: dict[str, Any] = {
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
-    """Text alone."""
+    """Return random text tokens, without image tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [int(token) for token in torch.randint(2, 88, (length,), generator=generator)]
 
 
 def tiny_qwen(version: str) -> PreTrainedModel:
-    """Positions of three axes; an image of 16 tokens takes up 4 positions."""
+    """Return a small Qwen VL model. Its positions have three axes, and an image of 16 tokens takes up 4 positions."""
     torch.manual_seed(0)
     kinds: dict[str, tuple[Any, Any]] = {
         "2": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
@@ -84,7 +87,7 @@ def tiny_qwen(version: str) -> PreTrainedModel:
 
 
 def with_image(before: list[int], after: list[int]) -> tuple[list[int], dict[str, Any]]:
-    """A prompt with an image of 16 tokens, and what ``generate`` is given with it."""
+    """Return a prompt with an image of 16 tokens, and the arguments that ``generate`` needs for the image."""
     prompt = [*before, START, *[IMAGE] * 16, END, *after]
     generator = torch.Generator().manual_seed(7)
     return prompt, {
@@ -100,7 +103,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def ask_with_image(model: PreTrainedModel) -> torch.Tensor:
-    """A request with an image, without a store: it leaves its shift of positions on the model."""
+    """Run a request with an image, but no store. Return the shift of positions that the request leaves on the model."""
     prompt, given = with_image(tokens(10, 5), tokens(20, 6))
     model.set_attn_implementation("sdpa")
     generate_batch(model, torch.tensor([prompt]), None, **given)
@@ -112,7 +115,7 @@ def ask_with_image(model: PreTrainedModel) -> torch.Tensor:
     return left
 
 
-def test_a_text_request_is_right_cold_and_warm_after_one_with_an_image(model: PreTrainedModel) -> None:
+def test_text_request_is_correct_cold_and_warm_after_one_with_an_image(model: PreTrainedModel) -> None:
     prompt = tokens(5 * PAGE + 3)
     longer = prompt + tokens(2 * PAGE, 1)
     expected = {len(each): plain(model, each) for each in (prompt, longer)}
@@ -137,7 +140,7 @@ def test_logits_over_a_warm_prefix_do_not_depend_on_an_image_before(model: PreTr
                     model(prompt[:, :start], **{name: cache})
                 else:
                     cache.reset()
-                # As if another request with an image ran in between.
+                # Restore the shift, as if another request with an image had just run.
                 state: Any = model.model
                 state.rope_deltas = left
                 given = {}
@@ -155,13 +158,13 @@ def test_shifted_positions_are_refused(model: PreTrainedModel) -> None:
             positions[axis, 0, 5:] += 2
             with (
                 TierStoreCache(store, prompt, model=model) as cache,
-                pytest.raises(ValueError, match="not their own"),
+                pytest.raises(ValueError, match="at wrong positions"),
             ):
                 model(prompt, position_ids=positions, **{name: cache})
         assert store.match(store.keys(prompt[0].tolist())).num_pages == 0
 
 
-def test_a_cache_opened_before_a_request_with_an_image_says_so(model: PreTrainedModel) -> None:
+def test_cache_opened_before_an_image_request_is_refused(model: PreTrainedModel) -> None:
     prompt = tokens(3 * PAGE)
     with open_store(model) as store:
         with TierStoreCache(store, prompt, model=model) as cache:
@@ -175,7 +178,7 @@ def test_a_cache_opened_before_a_request_with_an_image_says_so(model: PreTrained
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
-def test_text_requests_are_right_in_every_way_of_generate(
+def test_text_requests_are_correct_in_every_generation_mode(
     model: PreTrainedModel, options: dict[str, Any]
 ) -> None:
     prompt = tokens(PAGE, 2) * 3 + tokens(5, 3)
@@ -187,7 +190,7 @@ def test_text_requests_are_right_in_every_way_of_generate(
                 assert generate(model, prompt, cache, **options) == expected
 
 
-def test_batches_of_text_with_padding_are_right(model: PreTrainedModel) -> None:
+def test_padded_text_batches_are_correct(model: PreTrainedModel) -> None:
     ids, mask = pad_left([tokens(3 * PAGE + 2), tokens(2 * PAGE, 1), tokens(5, 2)])
     expected = plain_batch(model, ids, attention_mask=mask)
     with open_store(model, hbm=64) as store:
@@ -197,7 +200,7 @@ def test_batches_of_text_with_padding_are_right(model: PreTrainedModel) -> None:
                 assert generate_batch(model, ids, cache, attention_mask=mask).tolist() == expected.tolist()
 
 
-def test_a_chat_of_text_goes_on_after_a_request_with_an_image(model: PreTrainedModel) -> None:
+def test_text_chat_continues_after_a_request_with_an_image(model: PreTrainedModel) -> None:
     said = [tokens(2 * PAGE + 3, 1), tokens(5, 2), tokens(9, 3)]
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("one")
@@ -206,7 +209,7 @@ def test_a_chat_of_text_goes_on_after_a_request_with_an_image(model: PreTrainedM
             session.append(each)
             expected = plain(model, list(session.tokens))
             ask_with_image(model)
-            assert session.generate(do_sample=False, max_new_tokens=11) == expected
+            assert session.generate(do_sample=False, max_new_tokens=NEW) == expected
         assert session.turns[-1].reused_tokens > 3 * PAGE
 
 
@@ -241,14 +244,14 @@ def test_an_image_that_comes_with_another_prompt_is_refused_by_name(model: PreTr
     with open_store(model) as store, torch.no_grad():
         with (
             TierStoreCache(store, text, model=model) as cache,
-            pytest.raises(ValueError, match=r"was given .*TierStoreCache keeps K and V of text alone"),
+            pytest.raises(ValueError, match=r"was given .*TierStoreCache keeps K and V of text only"),
         ):
             generate(model, prompt, cache, **given)
         for key in ("pixel_values", "mm_token_type_ids"):
             with (
                 TierStoreCache(store, text, model=model) as cache,
                 pytest.raises(
-                    ValueError, match=f"was given {key}: TierStoreCache keeps K and V of text alone"
+                    ValueError, match=f"was given {key}, but TierStoreCache keeps K and V of text only"
                 ),
             ):
                 model(torch.tensor([text]), **{key: given[key]}, **{name: cache})
@@ -258,7 +261,7 @@ def test_an_image_that_comes_with_another_prompt_is_refused_by_name(model: PreTr
             assert generate(model, text, cache, mm_token_type_ids=types) == plain(model, text)
 
 
-def test_gemma_with_images_is_right_for_text_and_refuses_tokens_seen_in_both_directions() -> None:
+def test_gemma_with_images_is_correct_for_text_and_refuses_bidirectional_tokens() -> None:
     torch.manual_seed(0)
     config = Gemma3Config(
         text_config=TEXT
@@ -296,7 +299,7 @@ def test_gemma_with_images_is_right_for_text_and_refuses_tokens_seen_in_both_dir
             pytest.raises(ValueError, match="was given token_type_ids"),
         ):
             generate(model, prompt, cache, token_type_ids=types)
-        # By itself the same attention knows what the types mean.
+        # Without a store, the same attention supports these token types.
         ids = torch.tensor([prompt])
         with torch.no_grad():
             found = model(ids, token_type_ids=types, use_cache=False).logits
@@ -308,7 +311,7 @@ def test_gemma_with_images_is_right_for_text_and_refuses_tokens_seen_in_both_dir
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["fresh", "after an image"])
-def test_pages_that_fail_to_come_are_computed_at_the_positions_of_text(
+def test_pages_that_fail_to_arrive_are_computed_at_text_positions(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, stale: bool
 ) -> None:
     prompt = tokens(4 * PAGE + 3)

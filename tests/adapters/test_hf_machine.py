@@ -1,4 +1,4 @@
-"""The state machine of the transformers adapter, for each kind of model, and the planted bugs that it has to find."""
+"""Test the transformers adapter with its state machine, for each kind of model. Test that planted bugs are found."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 200
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Models this small are slowed down by more."""
+    """Use one thread: models this small run slower with more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,14 +60,14 @@ def run(kind: type[AdapterMachine], examples: int) -> None:
 @pytest.mark.parametrize(
     ("build", "with_draft", "few", "many"),
     [
-        (small_llama, False, 8, 50),
-        (small_llama, True, 3, 20),
+        (small_llama, False, 5, 50),
+        (small_llama, True, 2, 20),
         (tiny_gemma, False, 2, 10),
         (tiny_mistral, False, 3, 16),
     ],
     ids=["full", "draft", "groups", "windows"],
 )
-def test_whatever_happens_answers_are_right_and_nothing_leaks(
+def test_any_order_of_steps_gives_correct_answers_and_leaks_nothing(
     build: Callable[[], PreTrainedModel], with_draft: bool, few: int, many: int
 ) -> None:
     run(machine(build(), with_draft=with_draft), lanes.examples(few, many))
@@ -79,7 +79,7 @@ def test_whatever_happens_answers_are_right_and_nothing_leaks(
     [(small_llama, False), (small_llama, True), (tiny_gemma, False), (tiny_mistral, False)],
     ids=["full", "draft", "groups", "windows"],
 )
-def test_long_walks_end_with_right_answers_and_nothing_lost(
+def test_long_random_walks_give_correct_answers_and_lose_nothing(
     build: Callable[[], PreTrainedModel], with_draft: bool
 ) -> None:
     for seed in lanes.seeds(1, 4):
@@ -106,7 +106,7 @@ def test_planted_bug_is_found(
 
 
 def fails(kind: type[AdapterMachine], seed: int) -> bool:
-    """A lease that is dropped counts: the store takes its pages back, so that nothing else would show it."""
+    """Return True if the walk ends in an error, or drops a lease without releasing it, which only causes a warning."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         noticed = ends_in_an_error(kind, seed)

@@ -1,4 +1,4 @@
-"""What could end in a wrong byte, an unclear error or a lost page: it is refused by name, or done right."""
+"""Test misuse that could cause a wrong byte, an unclear error or a lost page: it is refused or handled correctly."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.adapters.tiny import (
+    NEW,
     PAGE,
     VOCABULARY,
     ask,
@@ -38,7 +39,7 @@ def test_model_of_equal_geometry_and_other_weights_is_refused(model: LlamaForCau
     prompt = random_prompt(19)
     with open_store(model) as store:
         ask(store, model, prompt)
-        with pytest.raises(ValueError, match="pages of another model"):
+        with pytest.raises(ValueError, match="opened for another model"):
             TierStoreCache(store, prompt, model=other)
         assert ask(store, twin, prompt)[0] == plain(model, prompt)
 
@@ -46,7 +47,7 @@ def test_model_of_equal_geometry_and_other_weights_is_refused(model: LlamaForCau
 def test_cache_given_to_another_model_than_its_own_is_refused(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(19)
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
-        with pytest.raises(ValueError, match="made for another model"):
+        with pytest.raises(ValueError, match="created for a model other than"):
             generate(tiny_llama(seed=5), prompt, cache)
         assert generate(model, prompt, cache) == plain(model, prompt)
 
@@ -79,7 +80,7 @@ def test_rotary_embeddings_that_depend_on_the_length_of_the_request_are_refused(
         page_specs(LlamaForCausalLM(config), PAGE)
 
 
-def test_tokens_at_other_positions_than_their_own_are_refused_and_nothing_is_stored(
+def test_tokens_at_wrong_positions_are_refused_and_nothing_is_stored(
     model: LlamaForCausalLM,
 ) -> None:
     prompt = random_prompt(19)
@@ -89,7 +90,7 @@ def test_tokens_at_other_positions_than_their_own_are_refused_and_nothing_is_sto
         with (
             torch.no_grad(),
             TierStoreCache(store, prompt, model=model) as cache,
-            pytest.raises(ValueError, match="not their own"),
+            pytest.raises(ValueError, match="at wrong positions"),
         ):
             model(torch.tensor([prompt]), position_ids=positions, **{cache_argument(model): cache})
         assert store.match(store.keys(prompt)).num_pages == 0
@@ -100,13 +101,13 @@ def test_another_prompt_is_refused_for_several_answers_and_with_drafts(model: Ll
     with open_store(model) as store:
         ask(store, model, prompt)
         with TierStoreCache(store, prompt, model=model) as cache:
-            with pytest.raises(ValueError, match="not those of the prompt"):
+            with pytest.raises(ValueError, match="differ from the prompt"):
                 generate(model, [*prompt[:-1], 3], cache, num_return_sequences=2, do_sample=True)
-            with pytest.raises(ValueError, match="not those of the prompt"):
+            with pytest.raises(ValueError, match="differ from the prompt"):
                 generate(model, [3, *prompt[1:]], cache, assistant_model=draft)
 
 
-def test_gradients_are_refused_and_pages_stay_without(model: LlamaForCausalLM) -> None:
+def test_gradients_are_refused_and_pages_never_require_grad(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(9)
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
         with pytest.raises(ValueError, match="no gradients"):
@@ -128,10 +129,10 @@ def test_store_opened_in_inference_mode_serves_outside_it(model: LlamaForCausalL
         assert ask(store, model, prompt)[0] == answer == plain(model, prompt)
 
 
-def test_cache_that_holds_all_it_is_given_says_so(model: LlamaForCausalLM) -> None:
+def test_prompt_already_in_the_cache_is_refused(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(19)
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
-        answer = generate(model, prompt, cache)
+        answer = generate(model, prompt, cache, max_new_tokens=11)
         longer = [*prompt, *answer, 5, 6]
         assert generate(model, longer, cache) == plain(model, longer)
         with pytest.raises(ValueError, match="crop or reset it"):
@@ -140,8 +141,8 @@ def test_cache_that_holds_all_it_is_given_says_so(model: LlamaForCausalLM) -> No
         assert generate(model, prompt, cache) == plain(model, prompt)
 
 
-def test_cache_that_was_reset_has_the_room_of_the_pages_it_began_with(model: LlamaForCausalLM) -> None:
-    prompt = random_prompt(67)  # 8 full pages of the 12 that there are
+def test_reset_cache_has_the_slots_of_the_pages_it_started_with(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(67)  # 8 full pages; HBM has 12
     with open_store(model, hbm=12, host=32) as store:
         ask(store, model, prompt)
         with TierStoreCache(store, prompt, model=model, timeout_s=0.1) as cache:
@@ -163,7 +164,7 @@ def test_copy_of_a_cache_is_refused(model: LlamaForCausalLM) -> None:
     ("indices", "kept"),
     [([-1], [2]), ([True, False, True], [0, 2]), ([1, 1], [1, 1]), ([2, 0, 2], [2, 0, 2])],
 )
-def test_rows_are_selected_as_tensors_are(
+def test_batch_rows_are_selected_like_tensor_rows(
     model: LlamaForCausalLM, indices: list[Any], kept: list[int]
 ) -> None:
     prompts = [random_prompt(PAGE + 3, seed=seed) for seed in range(3)]
@@ -181,7 +182,7 @@ def test_rows_are_selected_as_tensors_are(
 
 
 @pytest.mark.parametrize(("indices", "error"), [([3], IndexError), ([], ValueError)])
-def test_selecting_no_row_or_one_that_there_is_not_changes_nothing(
+def test_selecting_no_row_or_a_missing_row_changes_nothing(
     model: LlamaForCausalLM, indices: list[int], error: type[Exception]
 ) -> None:
     prompts = [random_prompt(PAGE + 3, seed=seed) for seed in range(3)]
@@ -192,13 +193,13 @@ def test_selecting_no_row_or_one_that_there_is_not_changes_nothing(
         assert rows.tolist() == plain_batch(model, torch.tensor(prompts)).tolist()
 
 
-def test_prompt_that_was_edited_in_place_is_another_prompt(model: LlamaForCausalLM) -> None:
+def test_prompt_edited_in_place_is_another_prompt(model: LlamaForCausalLM) -> None:
     ids = torch.tensor([random_prompt(2 * PAGE + 3)])
     with open_store(model) as store:
         ask(store, model, ids[0].tolist())
         with TierStoreCache(store, ids, model=model) as cache:
             ids[0, 3] = 1
-            with pytest.raises(ValueError, match="not those of the prompt"):
+            with pytest.raises(ValueError, match="differ from the prompt"):
                 generate_batch(model, ids, cache)
 
 
@@ -221,7 +222,7 @@ def test_pass_that_was_interrupted_can_be_repeated(model: LlamaForCausalLM, laye
             assert generate(model, prompt, cache) == plain(model, prompt)
 
 
-def test_finished_rows_of_a_batch_are_stored_as_what_they_were_fed(model: LlamaForCausalLM) -> None:
+def test_finished_batch_rows_are_stored_with_the_tokens_they_were_fed(model: LlamaForCausalLM) -> None:
     prompts = [random_prompt(length, seed=length) for length in (5, 9, 14)]
     ids, mask = pad_left(prompts)
     long = plain_batch(model, ids, attention_mask=mask, max_new_tokens=30)
@@ -235,7 +236,7 @@ def test_finished_rows_of_a_batch_are_stored_as_what_they_were_fed(model: LlamaF
     with open_store(model) as store:
         with TierStoreCache(store, ids, mask, model=model) as cache:
             assert generate_batch(model, ids, cache, **options).tolist() == expected.tolist()
-        # Its padding is found again by those who feed the same, and is right for them.
+        # A prompt with the same padding tokens finds these pages, and its answer is right.
         row = expected[0, ids.shape[1] - 5 :]
         ones = torch.ones(1, len(row), dtype=torch.long)
         with TierStoreCache(store, row, ones[0], model=model) as cache:
@@ -244,7 +245,7 @@ def test_finished_rows_of_a_batch_are_stored_as_what_they_were_fed(model: LlamaF
         assert found.tolist() == plain_batch(model, row[None], attention_mask=ones).tolist()
 
 
-def test_nothing_fed_as_embeddings_is_stored_and_it_is_answered_right(model: LlamaForCausalLM) -> None:
+def test_prompt_fed_as_embeddings_is_not_stored_and_answered_correctly(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(2 * PAGE + 3)
     embedded = model.get_input_embeddings()(torch.tensor([prompt])).detach()
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
@@ -252,7 +253,7 @@ def test_nothing_fed_as_embeddings_is_stored_and_it_is_answered_right(model: Lla
             inputs_embeds=embedded,
             attention_mask=torch.ones(1, len(prompt)),
             do_sample=False,
-            max_new_tokens=11,
+            max_new_tokens=NEW,
             pad_token_id=0,
             **{cache_argument(model): cache},
         )
@@ -267,7 +268,7 @@ def test_closed_cache_has_no_tail(model: LlamaForCausalLM) -> None:
         assert cache.take_tail() is None
 
 
-def test_store_closed_under_an_open_cache_is_said(model: LlamaForCausalLM) -> None:
+def test_store_closed_under_an_open_cache_raises_store_closed(model: LlamaForCausalLM) -> None:
     from tierstore.errors import StoreClosed
 
     prompt = random_prompt(9)

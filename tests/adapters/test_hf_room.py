@@ -1,4 +1,4 @@
-"""A prompt that finds HBM full of pages which are not saved yet, or pages that others are still writing."""
+"""Test prompts when HBM is full of unsaved pages, or when another request is still writing pages that they need."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from tests.support.events import ManualEvent
 from tests.support.pages import PATIENCE_S, page_tensor
 from tests.support.stalls import OUT
 from tests.support.waiting import wait_for
-from tierstore.adapters.huggingface import TierStoreCache, page_specs
+from tierstore.adapters.compute_rate import ComputeRate
+from tierstore.adapters.huggingface import TierStoreCache, page_specs, request
+from tierstore.adapters.huggingface import cache as cache_module
 from tierstore.config import load_config
 from tierstore.types import PageKey, Tier
 
 HBM, PROMPT = 32, 28
-"""In pages: two prompts have no room side by side."""
+"""Sizes in pages. HBM cannot hold two prompts at once."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def opened(model: LlamaForCausalLM) -> Bench:
 
 
 def full_of_unsaved_pages(model: LlamaForCausalLM, first: list[int], second: list[int]) -> Bench:
-    """HOST has the first prompt, HBM alone the second: nothing can leave."""
+    """Return a bench with the first prompt in HOST and the second only in HBM, where no page can be evicted."""
     bench = opened(model)
     ask(bench.store, model, first)
     bench.store.demote(bench.store.keys(first), Tier.HOST)
@@ -47,7 +49,7 @@ def full_of_unsaved_pages(model: LlamaForCausalLM, first: list[int], second: lis
     return bench
 
 
-def test_a_prompt_waits_for_the_room_that_pages_being_saved_are_about_to_leave(
+def test_a_prompt_waits_for_space_that_pages_being_saved_are_about_to_free(
     model: LlamaForCausalLM,
 ) -> None:
     first, second = (random_prompt(PROMPT * PAGE + 3, seed) for seed in (1, 2))
@@ -70,7 +72,7 @@ def test_a_prompt_waits_for_the_room_that_pages_being_saved_are_about_to_leave(
     bench.close()
 
 
-def test_a_prompt_whose_room_does_not_come_is_computed(
+def test_a_prompt_whose_space_does_not_become_free_is_computed(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (random_prompt(PROMPT * PAGE + 3, seed) for seed in (1, 2))
@@ -90,7 +92,7 @@ def test_a_prompt_whose_room_does_not_come_is_computed(
     bench.close()
 
 
-def test_a_wait_for_room_that_has_no_end_is_refused(model: LlamaForCausalLM) -> None:
+def test_an_infinite_wait_for_space_is_refused(model: LlamaForCausalLM) -> None:
     bench = opened(model)
     with pytest.raises(ValueError, match="wait_for_room_s must be a finite number of seconds"):
         TierStoreCache(bench.store, [1, 2, 3], model=model, wait_for_room_s=float("inf"))
@@ -98,7 +100,7 @@ def test_a_wait_for_room_that_has_no_end_is_refused(model: LlamaForCausalLM) -> 
 
 
 class AwaitedEvent(ManualEvent):
-    """Counts how often the test's own thread asks for it: again and again while that waits for it."""
+    """An event that counts the main thread's polls of it."""
 
     asked = 0
 
@@ -108,7 +110,12 @@ class AwaitedEvent(ManualEvent):
 
 
 def put_late(bench: Bench, prompt: list[int]) -> tuple[list[int], torch.Tensor, AwaitedEvent]:
-    """Put the stored pages of a prompt anew, as rubbish until the event. Return their slots and what belongs there."""
+    """Evict the stored pages of a prompt, and put them again with garbage in their slots.
+
+    The pages count as written once the returned event occurs. A test can write the correct content before then.
+
+    Returns the slots, the correct content, and the event.
+    """
     store = bench.store
     keys = store.keys(prompt)
     with store.acquire(keys) as lease:
@@ -160,10 +167,10 @@ def test_a_prompt_waits_for_pages_that_others_are_still_writing(
     bench.close()
 
 
-def test_a_prompt_computed_beside_another_goes_on_in_its_pages_once_they_are_written(
+def test_a_prompt_computed_alongside_another_continues_in_its_pages_once_they_are_written(
     model: LlamaForCausalLM,
 ) -> None:
-    """Its put answers with the slots that the other request is still writing."""
+    """Compute a prompt whose ``put`` returns slots that another request is still writing."""
     prompt = random_prompt(6 * PAGE + 3, 5)
     bench = opened(model)
     store, keys = bench.store, bench.store.keys(prompt)
@@ -196,3 +203,92 @@ def _pins(bench: Bench, key: PageKey) -> int:
     copies = bench.store.explain([key])[0]["copies"]
     assert isinstance(copies, dict)
     return int(copies["HBM"]["pins"])
+
+
+class Known(ComputeRate):
+    """The rate of a model that takes half a second per token, as on an overloaded machine."""
+
+    def seconds(self, start: int, end: int) -> float | None:
+        return (end - start) / 2
+
+
+def test_a_prompt_waits_for_space_as_long_as_computing_its_pages_would_take(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: a run waited for one second, reused 192 of 2,207 tokens, and computed the rest in 167 s."""
+    first, second = (random_prompt(PROMPT * PAGE + 3, seed) for seed in (1, 2))
+    bench = full_of_unsaved_pages(model, first, second)
+    monkeypatch.setattr(request, "_ROOM_S", 0.0)
+    monkeypatch.setattr(request, "_MOST_S", PATIENCE_S)
+    monkeypatch.setattr(cache_module, "_rate_of", lambda of: Known())
+
+    def save() -> None:
+        wait_for(lambda: any(record.wants_room for record in list(bench.store._leases._line)))
+        bench.copies.open()
+
+    saving = Thread(target=save)
+    saving.start()
+    with TierStoreCache(bench.store, first, model=model) as cache:
+        answer = generate(model, first, cache)
+        assert cache.reused_tokens >= PROMPT * PAGE
+        assert cache.missing_because is None
+    saving.join(PATIENCE_S)
+    assert answer == plain(model, first)
+    bench.close()
+
+
+def test_prompt_without_space_reports_no_room(model: LlamaForCausalLM) -> None:
+    first, second = (random_prompt(PROMPT * PAGE + 3, seed) for seed in (1, 2))
+    bench = full_of_unsaved_pages(model, first, second)
+    with TierStoreCache(bench.store, first, model=model, wait_for_room_s=0.0) as cache:
+        assert cache.missing_because == "no_room"
+        bench.copies.open()
+        assert generate(model, first, cache) == plain(model, first)
+    bench.close()
+
+
+def test_pages_that_do_not_arrive_in_time_are_reported_late(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(6 * PAGE + 3, 6)
+    bench = opened(model)
+    ask(bench.store, model, prompt)
+    _, _, event = put_late(bench, prompt)
+    with TierStoreCache(bench.store, prompt, model=model, timeout_s=0.05, storing="read-only") as cache:
+        generate(model, prompt, cache)
+        assert cache.missing_because == "late"
+    event.happen()
+    bench.close()
+
+
+def terms(bench: Bench, takes_s: float | None, **more: float | None) -> request.Terms:
+    pages = request.PageGroups(bench.store)
+    return request.Terms(bench.store, pages, 1, (), None, b"", compute_s=lambda tokens: takes_s, **more)  # type: ignore[arg-type]
+
+
+def test_waits_are_bounded_by_the_time_to_compute(model: LlamaForCausalLM) -> None:
+    bench = opened(model)
+    for takes_s, arrival_s, room_s in (
+        (None, 10.0, 1.0),
+        (0.001, 10.0, 1.0),
+        (3.0, 10.0, 3.0),
+        (20.0, 20.0, 20.0),
+        (167.0, 60.0, 60.0),
+    ):
+        assert terms(bench, takes_s).arrival_s(100) == arrival_s
+        assert terms(bench, takes_s).room_s(100) == room_s
+        assert terms(bench, takes_s).space_s == 10.0
+        given = terms(bench, takes_s, timeout_s=0.25, wait_for_room_s=0.125)
+        assert (given.arrival_s(100), given.room_s(100), given.space_s) == (0.25, 0.125, 0.25)
+        assert terms(bench, takes_s, timeout_s=0.25, wait_for_room_s=9.0).room_s(100) == 0.25
+    bench.close()
+
+
+def test_compute_rate_is_learned_from_passes_on_the_cpu(model: LlamaForCausalLM) -> None:
+    bench, other = opened(model), tiny_llama()
+    assert cache_module._rate_of(other).seconds(0, 100) is None
+    for seed in (7, 8, 9):
+        ask(bench.store, other, random_prompt(100, seed))
+    seconds = cache_module._rate_of(other).seconds(0, 100)
+    assert seconds is not None
+    assert seconds > 0
+    assert cache_module._rate_of(tiny_llama()).seconds(0, 100) is None
+    bench.close()

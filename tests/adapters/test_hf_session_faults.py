@@ -1,4 +1,4 @@
-"""Turns that fail, sessions that ended and go on, pages that do not fit: nothing is lost and no byte is wrong."""
+"""Test failing turns, sessions used after their end, and pages that do not fit: no page is lost, no byte is wrong."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -17,8 +17,8 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-def test_answer_that_is_appended_otherwise_than_it_was_fed_is_computed_again(model: LlamaForCausalLM) -> None:
-    """The half full page is right after the tokens that were fed, and after no others."""
+def test_appended_tokens_that_differ_from_the_answer_are_computed_again(model: LlamaForCausalLM) -> None:
+    """The session's partially filled page is valid only if the sequence begins with the tokens fed to the model."""
     prompt, answer = random_prompt(PAGE - 2), [5, 6, *[7] * (PAGE + 3)]
     with open_store(model) as store, PrefixCache(store, model) as cache, torch.no_grad():
         session = cache.session("a")
@@ -34,7 +34,7 @@ def test_answer_that_is_appended_otherwise_than_it_was_fed_is_computed_again(mod
         assert fed.widths[0] == len(prompt + answer) + 1 - 2 * PAGE
 
 
-def test_page_of_a_turn_that_could_not_begin_is_given_back(model: LlamaForCausalLM) -> None:
+def test_page_of_a_turn_that_could_not_begin_is_released(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(PAGE + 2))
@@ -50,7 +50,9 @@ def test_page_of_a_turn_that_could_not_begin_is_given_back(model: LlamaForCausal
 
 
 @pytest.mark.parametrize("end", ["drop", "expire", "close"])
-def test_session_that_ended_goes_on_alone_and_keeps_no_page(model: LlamaForCausalLM, end: str) -> None:
+def test_a_dropped_or_expired_session_still_answers_but_keeps_no_page(
+    model: LlamaForCausalLM, end: str
+) -> None:
     clock = Clock()
     with open_store(model) as store, PrefixCache(store, model, clock=clock) as cache:
         session = cache.session("a", ttl_s=10.0)
@@ -79,7 +81,7 @@ def test_session_dropped_within_a_turn_keeps_no_page(model: LlamaForCausalLM) ->
         assert cache.session("a") is not session
 
 
-def test_turn_that_raises_gives_everything_back(model: LlamaForCausalLM) -> None:
+def test_turn_that_raises_releases_everything(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(2 * PAGE + 2))
@@ -97,19 +99,19 @@ def test_turn_that_raises_gives_everything_back(model: LlamaForCausalLM) -> None
         assert session.turns[-1].reused_tokens > 2 * PAGE
 
 
-def test_tail_for_several_prompts_is_refused_and_given_back(model: LlamaForCausalLM) -> None:
-    prompt = random_prompt(PAGE + 2)
+def test_tail_for_several_prompts_is_refused_and_released(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(PAGE + 3)
     with open_store(model) as store:
         with TierStoreCache(store, prompt, model=model) as cache:
             generate(model, prompt, cache)
             tail = cache.take_tail()
         assert owned(store) == 1
-        with pytest.raises(ValueError, match="tail continues a single prompt, got 2 prompts"):
+        with pytest.raises(ValueError, match="tail needs a single prompt, got 2 prompts"):
             TierStoreCache(store, torch.tensor([prompt] * 2), model=model, tail=tail)
         assert owned(store) == 0
 
 
-def test_answer_with_scores_is_the_same_answer(model: LlamaForCausalLM) -> None:
+def test_generating_with_scores_gives_the_same_answer(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(PAGE + 2))

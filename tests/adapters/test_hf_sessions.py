@@ -1,4 +1,4 @@
-"""Chats: a turn computes what is new and one token, a fork shares what it has in common, and time ends a session."""
+"""Test chats: a turn computes its new tokens and one more, a fork shares the common pages, and sessions expire."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "pad_token_id
 
 
 class Clock:
-    """Time that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -38,7 +38,7 @@ def owned(store: TierStore) -> int:
     return int(tiers["HBM"]["owned"])
 
 
-def test_six_turns_compute_what_is_new_and_one_token_each(model: LlamaForCausalLM) -> None:
+def test_each_of_six_turns_computes_only_new_tokens_and_one_more(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         for number, length in enumerate((2 * PAGE + 3, 4, 1, PAGE, PAGE - 1, 3)):
@@ -69,7 +69,7 @@ def test_fork_inside_a_page_of_an_earlier_turn_copies_that_page(model: LlamaForC
         )
         turn = fork.turns[-1]
         assert (turn.computed_tokens, turn.copied_tokens) == (4, at % PAGE)
-        # The first goes on as if nothing had happened.
+        # The fork does not affect the first session.
         session.append(random_prompt(3, seed=10))
         expected = plain(model, list(session.tokens), max_new_tokens=5)
         assert session.generate(**ANSWER) == expected
@@ -94,7 +94,7 @@ def test_fork_inside_the_half_full_page_copies_it(model: LlamaForCausalLM) -> No
         assert session.turns[-1].computed_tokens == 2
 
 
-def test_turns_go_on_after_their_pages_went_down(model: LlamaForCausalLM) -> None:
+def test_turns_continue_after_their_pages_were_demoted(model: LlamaForCausalLM) -> None:
     with open_store(model, host=32) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(3 * PAGE + 2))
@@ -121,7 +121,7 @@ def test_turn_after_its_pages_were_evicted_computes_them_again(model: LlamaForCa
         assert owned(store) == session.keeps_page
 
 
-def test_session_ends_with_its_time_and_gives_its_page_back(model: LlamaForCausalLM) -> None:
+def test_session_expires_and_releases_its_page(model: LlamaForCausalLM) -> None:
     clock = Clock()
     with open_store(model) as store, PrefixCache(store, model, clock=clock) as cache:
         session = cache.session("a", ttl_s=10.0)
@@ -137,12 +137,12 @@ def test_session_ends_with_its_time_and_gives_its_page_back(model: LlamaForCausa
         assert cache.expire() == 1
         assert owned(store) == 0
         assert cache.session("a").tokens == ()
-        # What was sealed is found by its tokens all the same.
+        # The session's sealed pages are still found by their tokens.
         with cache.request(random_prompt(PAGE + 2)) as request:
             assert request.reused_tokens == PAGE
 
 
-def test_dropped_session_gives_everything_back_and_its_pages_go_first(model: LlamaForCausalLM) -> None:
+def test_dropped_session_releases_everything_and_its_pages_are_evicted_first(model: LlamaForCausalLM) -> None:
     with open_store(model, hbm=8) as store, PrefixCache(store, model) as cache:
         for name in ("old", "dropped"):
             session = cache.session(name)
@@ -157,7 +157,7 @@ def test_dropped_session_gives_everything_back_and_its_pages_go_first(model: Lla
         assert store.match(store.keys(cache.session("old").tokens)).num_pages == 3
 
 
-def test_half_full_pages_of_idle_sessions_take_a_share_of_hbm_only(model: LlamaForCausalLM) -> None:
+def test_half_full_pages_of_idle_sessions_take_at_most_a_share_of_hbm(model: LlamaForCausalLM) -> None:
     with open_store(model, hbm=32) as store, PrefixCache(store, model) as cache:
         sessions = []
         for number in range(7):
@@ -183,7 +183,9 @@ def test_conversation_without_sessions_is_reused_up_to_its_last_full_page(model:
             tokens = tokens + answer + random_prompt(4, seed=number)
 
 
-def test_what_a_session_refuses(model: LlamaForCausalLM) -> None:
+def test_a_session_refuses_empty_conversations_several_answers_and_impossible_forks(
+    model: LlamaForCausalLM,
+) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         with pytest.raises(ValueError, match="empty"):
@@ -191,11 +193,11 @@ def test_what_a_session_refuses(model: LlamaForCausalLM) -> None:
         session.append([5, 6, 7])
         with pytest.raises(ValueError, match="one answer per turn"):
             session.generate(num_return_sequences=2, do_sample=True)
-        with pytest.raises(ValueError, match="must be at 0 to 3 tokens"):
+        with pytest.raises(ValueError, match="must be 0 to 3, got 4"):
             session.fork("b", 4)
         with pytest.raises(ValueError, match="already"):
             session.fork("a")
-        with session.turn(), pytest.raises(ValueError, match="in a turn"), session.turn():
+        with session.turn(), pytest.raises(ValueError, match="turn in progress"), session.turn():
             pass
 
 
@@ -213,7 +215,10 @@ def test_session_over_a_closed_store_can_still_be_dropped(model: LlamaForCausalL
 def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: LlamaForCausalLM) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
-        for tokens, complaint in (([5, 97], "a token must be 0 to 96"), ([[5], [6]], "one conversation")):
+        for tokens, complaint in (
+            ([5, 97], "a token must be from 0 to 96"),
+            ([[5], [6]], "one conversation"),
+        ):
             with pytest.raises(ValueError, match=complaint):
                 session.append(tokens)  # type: ignore[arg-type]
         assert session.tokens == ()
@@ -225,7 +230,7 @@ def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: Llam
     ("ttl_s", "error"),
     [(-1, ValueError), (float("nan"), ValueError), ("600", TypeError), (None, TypeError), (True, TypeError)],
 )
-def test_a_time_to_live_that_is_no_duration_is_refused_and_changes_nothing(
+def test_invalid_ttl_is_refused_and_changes_nothing(
     model: LlamaForCausalLM, ttl_s: Any, error: type[Exception]
 ) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
@@ -241,13 +246,13 @@ def test_a_time_to_live_that_is_no_duration_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("count", [True, 1.0, "1", -1, 9])
-def test_a_fork_at_what_is_no_number_of_its_tokens_is_refused_and_leaves_no_session(
+def test_fork_at_an_invalid_token_count_is_refused_and_creates_no_session(
     model: LlamaForCausalLM, count: Any
 ) -> None:
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         session.append(random_prompt(8))
-        with pytest.raises((TypeError, ValueError), match=r"must be |a fork must be at"):
+        with pytest.raises((TypeError, ValueError), match=r"must be "):
             session.fork("b", count)
         three: Any = np.int64(3)
         assert session.fork("b", three).tokens == session.tokens[:3]
@@ -255,7 +260,7 @@ def test_a_fork_at_what_is_no_number_of_its_tokens_is_refused_and_leaves_no_sess
             session.fork(7)  # type: ignore[arg-type]
 
 
-def test_a_session_may_last_for_ever(model: LlamaForCausalLM) -> None:
+def test_a_session_may_last_forever(model: LlamaForCausalLM) -> None:
     clock = Clock()
     with open_store(model) as store, PrefixCache(store, model, clock=clock) as cache:
         session = cache.session("a", ttl_s=float("inf"))

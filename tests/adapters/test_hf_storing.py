@@ -1,4 +1,4 @@
-"""What a request leaves behind is what it was asked to leave."""
+"""Test that a request stores only what its ``storing`` option allows."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_memory_only_request_is_found_again_but_never_written_to_disk(
         assert store.match(store.keys(other)).num_pages == 4
 
 
-def test_pages_of_a_memory_only_request_are_gone_after_a_restart(
+def test_pages_of_a_memory_only_request_are_not_found_after_a_restart(
     model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     prompt = random_prompt(4 * PAGE)

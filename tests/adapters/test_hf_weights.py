@@ -1,4 +1,4 @@
-"""Weights and adapters that change under an open store: pages of one are never another's, and are found again."""
+"""Test changes of weights and adapters while a store is open: each version finds its own pages, never another's."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.adapters.tiny import PAGE, open_store, plain, random_prompt, tiny_llama
+from tests.adapters.tiny import NEW, PAGE, open_store, plain, random_prompt, tiny_llama
 from tierstore.adapters.huggingface import (
     PrefixCache,
     TierStoreCache,
@@ -29,7 +29,7 @@ from tierstore.adapters.huggingface import (
 from tierstore.config import load_config
 from tierstore.store import TierStore
 
-# PEFT asks transformers by a name that is to go.
+# PEFT uses a name that transformers has deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
@@ -46,7 +46,7 @@ def lora(**more: Any) -> peft.LoraConfig:
 
 
 def with_adapters() -> Any:
-    """A PEFT model with the adapters "one", which is in force, and "two"; the same in every call."""
+    """Return a PEFT model with the adapters "one", which is active, and "two". All calls return equal models."""
     model = tiny_llama()
     torch.manual_seed(7)
     found = peft.get_peft_model(model, lora(), adapter_name="one")
@@ -63,12 +63,12 @@ def plain_answer(model: Any) -> list[int]:
 def answer(model: Any, cache: TierStoreCache) -> list[int]:
     given: dict[str, Any] = {cache_argument(model): cache}
     ids = torch.tensor([PROMPT])
-    out = model.generate(input_ids=ids, do_sample=False, max_new_tokens=11, pad_token_id=0, **given)
+    out = model.generate(input_ids=ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0, **given)
     return [int(token) for token in out[0, len(PROMPT) :]]
 
 
 def reused(store: TierStore, model: Any, **options: Any) -> int:
-    """Answer over the store, rightly; the tokens that were reused."""
+    """Check that the model answers correctly when it uses the store, and return the number of reused tokens."""
     wanted = plain_answer(model)
     with TierStoreCache(store, PROMPT, model=model, **options) as cache:
         assert answer(model, cache) == wanted
@@ -86,9 +86,7 @@ def store(model: Any) -> Iterator[TierStore]:
         yield found
 
 
-def test_each_adapter_finds_its_own_pages_and_those_again_when_it_comes_back(
-    store: TierStore, model: Any
-) -> None:
+def test_each_adapter_finds_its_own_pages_again_after_switching_back(store: TierStore, model: Any) -> None:
     assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
     model.set_adapter("two")
     assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
@@ -114,7 +112,7 @@ def test_pages_of_an_adapter_are_found_after_a_restart_by_that_adapter_only(tmp_
         assert reused(store, again) >= 5 * PAGE
 
 
-def test_an_adapter_trained_anew_under_its_old_name_finds_nothing_after_a_restart(tmp_path: Path) -> None:
+def test_an_adapter_trained_again_under_its_old_name_finds_nothing_after_a_restart(tmp_path: Path) -> None:
     for seed in (1, 2):
         model = with_adapters()
         torch.manual_seed(seed)
@@ -171,7 +169,7 @@ def test_an_adapter_that_is_merged_scaled_or_mixed_reads_no_older_page(
 
 
 def test_adapters_injected_into_the_model_itself_are_noticed() -> None:
-    """As transformers' own ``add_adapter`` does, which asks for a later PEFT than there is."""
+    """Inject adapters with PEFT, because ``add_adapter`` of transformers needs a newer PEFT than is available."""
     model: Any = tiny_llama()
 
     def layers() -> list[Any]:
@@ -262,7 +260,7 @@ FACTORS = {"first": 1.0}
 
 
 class Scaled(torch.nn.Module):
-    """A module of a user's own, whose state is in its class and in its file."""
+    """A user's module whose results also depend on a class attribute and on a global variable of its file."""
 
     FACTOR = 1.0
 
@@ -351,7 +349,7 @@ def write_a_transposed_weight(patch: pytest.MonkeyPatch, model: LlamaForCausalLM
         write_a_transposed_weight,
     ],
 )
-def test_code_and_state_outside_the_model_that_change_read_no_older_page(
+def test_changed_code_or_state_outside_the_model_reads_no_older_page(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch, LlamaForCausalLM], None]
 ) -> None:
     model = tiny_llama()
@@ -366,7 +364,7 @@ def test_code_and_state_outside_the_model_that_change_read_no_older_page(
         assert [reused(store, model) for _ in range(2)] == [0, WHOLE]
 
 
-def test_weights_without_a_count_of_writes_are_told_apart_by_their_bytes() -> None:
+def test_weights_without_a_version_counter_are_identified_by_their_bytes() -> None:
     with torch.inference_mode():
         model = tiny_llama()
     with open_store(model, hbm=96) as store, torch.inference_mode():
@@ -391,7 +389,7 @@ def test_two_wrappers_of_one_function_have_two_identities() -> None:
     assert len({identity(2), identity(3), model_identity(tiny_llama())}) == 3
 
 
-def test_a_model_that_drops_out_at_random_is_refused_and_stores_nothing() -> None:
+def test_model_with_active_dropout_is_refused_and_stores_nothing() -> None:
     model = tiny_llama()
     wrapped: Any = peft.get_peft_model(model, lora(lora_dropout=0.3), adapter_name="one")
     with open_store(wrapped, hbm=96) as store:
@@ -434,10 +432,10 @@ def test_a_draft_model_that_changes_reads_no_older_page() -> None:
         assert found == [False, True, False, True]
 
 
-def test_a_cache_made_before_a_switch_is_refused_and_stores_nothing(store: TierStore, model: Any) -> None:
+def test_a_cache_created_before_a_switch_is_refused_and_stores_nothing(store: TierStore, model: Any) -> None:
     with TierStoreCache(store, PROMPT, model=model) as cache:
         model.set_adapter("two")
-        with pytest.raises(ValueError, match="have changed since this TierStoreCache was made"):
+        with pytest.raises(ValueError, match="have changed since this TierStoreCache was created"):
             answer(model, cache)
     model.set_adapter("one")
     assert reused(store, model) == 0
@@ -445,7 +443,7 @@ def test_a_cache_made_before_a_switch_is_refused_and_stores_nothing(store: TierS
     assert reused(store, model) == 0
 
 
-def test_a_session_that_lives_across_a_switch_drops_what_it_kept(store: TierStore, model: Any) -> None:
+def test_session_open_across_an_adapter_switch_drops_its_kept_page(store: TierStore, model: Any) -> None:
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
     with PrefixCache(store, model) as home:
         session = home.session("chat")
@@ -462,7 +460,7 @@ def test_a_session_that_lives_across_a_switch_drops_what_it_kept(store: TierStor
         assert home.keys(before) == store.keys(before)
 
 
-def test_under_a_name_of_the_users_own_adapters_and_changes_are_told_apart_too(tmp_path: Path) -> None:
+def test_adapters_and_changes_are_distinguished_under_a_given_model_id(tmp_path: Path) -> None:
     def opened(model: Any) -> TierStore:
         specs = page_specs(model, PAGE, model_id="mine")
         nbytes = sum(spec.page_nbytes for spec in specs)
@@ -494,7 +492,56 @@ def test_learned_prompts_are_refused() -> None:
         page_specs(wrapped, PAGE)
 
 
-def test_extra_still_tells_requests_apart(store: TierStore, model: Any) -> None:
+def x_lora(folder: Path) -> Any:
+    with_adapters().save_pretrained(folder)
+    model = tiny_llama()
+    model.config.use_cache = False
+    return peft.XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters={"0": str(folder / "one")}
+    )
+
+
+def a_lora(folder: Path) -> Any:
+    return lora(alora_invocation_tokens=[90, 91])
+
+
+@pytest.mark.parametrize("config", [x_lora, a_lora])
+def test_adapters_that_depend_on_the_whole_input_are_refused(
+    config: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """With them, K of a token depends on later tokens, which select the adapters or decide whether one is invoked."""
+    model = tiny_llama()
+    model.config.use_cache = False
+    wrapped: Any = peft.get_peft_model(model, config(tmp_path)).eval()
+    with pytest.raises(ValueError, match=r"'default' of the PEFT model .*depend on later tokens"):
+        page_specs(wrapped, PAGE)
+
+
+def test_adapters_named_for_a_single_request_are_refused(store: TierStore, model: Any) -> None:
+    ids = torch.tensor([PROMPT])
+    with (
+        TierStoreCache(store, PROMPT, model=model) as cache,
+        pytest.raises(ValueError, match=r"set_adapter, not with adapter_names="),
+    ):
+        model.generate(
+            input_ids=ids, max_new_tokens=2, adapter_names=["two"], **{cache_argument(model): cache}
+        )
+    assert store.match(store.keys(PROMPT)).num_pages == 0
+
+
+def test_a_peft_model_may_be_the_model_of_sessions_and_the_draft_model() -> None:
+    model, draft = with_adapters(), with_adapters()
+    draft.set_adapter("two")
+    with open_store(model, hbm=96, draft=draft) as store, PrefixCache(store, model, draft=draft) as cache:
+        session = cache.session("a")
+        session.append(PROMPT)
+        assert session.generate(max_new_tokens=NEW, do_sample=False) == plain_answer(model)
+        session.append([5, 6])
+        session.generate(max_new_tokens=2, do_sample=False)
+        assert session.turns[-1].reused_tokens >= len(PROMPT)
+
+
+def test_extra_still_separates_requests(store: TierStore, model: Any) -> None:
     assert reused(store, model, extra=("mine",)) == 0
     assert reused(store, model) == 0
     assert reused(store, model, extra=("mine",)) == WHOLE

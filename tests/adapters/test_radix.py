@@ -1,4 +1,4 @@
-"""The radix index by hand: what leaves a cached sequence inside a page, who goes first, what is refused."""
+"""Test individual cases of the radix index: prompts that diverge inside a page, order of eviction, rejected input."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def index_of(*sequences: list[int], max_pages: int = 1 << 20) -> RadixIndex:
     return index
 
 
-def test_an_empty_index_knows_nothing() -> None:
+def test_empty_index_matches_nothing() -> None:
     index = RadixIndex(page_size=4)
     assert index.longest(ROOT, [1, 2, 3, 4, 5]) == RadixMatch((), None, 0)
     assert len(index) == 0
 
 
-def test_a_prompt_that_leaves_inside_a_page_names_that_page_and_the_tokens_before_the_split() -> None:
+def test_prompt_diverging_inside_a_page_matches_that_page_up_to_the_split() -> None:
     held = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     first, second, _ = keys_of(held)
     found = index_of(held).longest(ROOT, [1, 2, 3, 4, 5, 6, 70, 80, 9, 10, 11, 12])
     assert found == RadixMatch((first,), second, 2)
 
 
-def test_a_prompt_that_ends_inside_a_page_may_be_held_to_its_last_token() -> None:
+def test_prompt_ending_inside_a_page_may_match_to_its_last_token() -> None:
     held = [1, 2, 3, 4, 5, 6, 7, 8]
     first, second = keys_of(held)
     assert index_of(held).longest(ROOT, held[:7]) == RadixMatch((first,), second, 3)
 
 
-def test_a_whole_next_page_is_one_of_the_keys() -> None:
+def test_full_next_page_is_one_of_the_matched_keys() -> None:
     held = [1, 2, 3, 4, 5, 6, 7, 8]
     assert index_of(held).longest(ROOT, held) == RadixMatch(tuple(keys_of(held)), None, 0)
     assert index_of(held).longest(ROOT, [*held, 9]) == RadixMatch(tuple(keys_of(held)), None, 0)
 
 
-def test_the_first_page_may_be_left_too() -> None:
+def test_prompt_may_diverge_inside_the_first_page() -> None:
     held = [1, 2, 3, 4]
     assert index_of(held).longest(ROOT, [1, 9]) == RadixMatch((), keys_of(held)[0], 1)
     assert index_of(held).longest(ROOT, [9, 2, 3, 4]) == RadixMatch((), None, 0)
     assert index_of(held).longest(ROOT, []) == RadixMatch((), None, 0)
 
 
-def test_of_thousands_of_siblings_the_one_that_agrees_longest_is_found() -> None:
-    """Token ids whose packed bytes are far from the order of their values, both ends of int64 among them."""
+def test_among_thousands_of_siblings_the_one_with_the_longest_common_prefix_is_found() -> None:
+    """Use token IDs whose packed bytes do not sort like their values, including both limits of int64."""
     firsts = [*range(-1500, 1500), -(1 << 63), (1 << 63) - 1, 1 << 40]
     index = index_of(
         *([first, 7, 8, 9] for first in firsts), *([300, 7, 8, last] for last in range(100, 400))
@@ -76,8 +76,8 @@ def test_pages_are_not_found_under_another_root() -> None:
     assert index_of(held).longest(b"other", held) == RadixMatch((), None, 0)
 
 
-def test_a_page_put_after_its_parent_hangs_below_it() -> None:
-    """A chat's next turn: the pages of the turns before are there already."""
+def test_page_inserted_after_its_parent_becomes_its_child() -> None:
+    """Insert a parent first and its child later, as the next turn of a chat does."""
     held = [1, 2, 3, 4, 5, 6, 7, 8]
     index = index_of(held[:4], held, held)
     assert len(index) == 2
@@ -93,15 +93,15 @@ def test_full_pages_without_a_key_and_the_tokens_of_a_partial_page_do_not_count(
     assert len(index) == 1
 
 
-def test_at_the_bound_the_leaf_goes_that_was_not_used_for_longest() -> None:
+def test_at_the_limit_the_least_recently_used_leaf_is_dropped() -> None:
     old, young, new = [1, 2, 3, 4, 5, 6, 7, 8], [20, 2, 3, 4], [30, 2, 3, 4]
     index = index_of(old, young, max_pages=3)
-    assert index.longest(ROOT, [1, 2, 3, 4, 5, 60]).next_key == keys_of(old)[1]  # counts as use
+    assert index.longest(ROOT, [1, 2, 3, 4, 5, 60]).next_key == keys_of(old)[1]  # this lookup counts as a use
     index.insert(ROOT, new, keys_of(new))
     assert [keys_of(ids)[-1] in index for ids in (old, young, new)] == [True, False, True]
 
 
-def test_a_page_never_goes_before_those_after_it() -> None:
+def test_a_page_is_never_dropped_before_its_successors() -> None:
     long, short = list(range(16)), [90, 91, 92, 93]
     index = index_of(long, short, max_pages=5)
     for first in (100, 200, 300):
@@ -110,14 +110,14 @@ def test_a_page_never_goes_before_those_after_it() -> None:
     assert [key in index for key in keys_of(long)] == [True, False, False, False]
 
 
-def test_of_a_sequence_longer_than_the_index_the_first_pages_stay() -> None:
+def test_the_first_pages_of_a_sequence_longer_than_the_index_are_kept() -> None:
     long = list(range(40))
     index = index_of([70, 71, 72, 73], long, max_pages=3)
     assert index.longest(ROOT, long).keys == tuple(keys_of(long)[:3])
     assert len(index) == 3
 
 
-def test_a_discarded_page_takes_along_what_hangs_below_it_and_only_that() -> None:
+def test_discarding_a_page_removes_exactly_its_descendants() -> None:
     held, fork = list(range(16)), [*range(4), 50, 51, 52, 53]
     index = index_of(held, fork)
     index.discard(keys_of(held)[1])
@@ -126,7 +126,7 @@ def test_a_discarded_page_takes_along_what_hangs_below_it_and_only_that() -> Non
     assert index.longest(ROOT, fork).keys == tuple(keys_of(fork))
 
 
-def test_when_the_best_page_turns_out_stale_the_next_best_is_one_discard_away() -> None:
+def test_discarding_a_stale_best_match_exposes_the_next_best() -> None:
     best, second = [1, 2, 3, 4], [1, 2, 30, 40]
     index = index_of(best, second)
     prompt = [1, 2, 3, 99]
@@ -136,7 +136,7 @@ def test_when_the_best_page_turns_out_stale_the_next_best_is_one_discard_away() 
     assert index.longest(ROOT, prompt) == RadixMatch((), keys_of(second)[0], 2)
 
 
-def test_a_very_long_sequence_goes_without_deep_recursion() -> None:
+def test_a_very_long_sequence_needs_no_deep_recursion() -> None:
     long = list(range(80_000))
     index = index_of(long)
     assert len(index) == 20_000
@@ -150,7 +150,7 @@ def test_roots_without_pages_take_no_memory() -> None:
 
     def cycle(number: int) -> None:
         index.insert(b"a%d" % number, [1, 2, 3, 4], [key])
-        index.insert(b"b%d" % number, [1, 2, 3, 4], [other])  # evicts the first
+        index.insert(b"b%d" % number, [1, 2, 3, 4], [other])  # evicts the first page
         index.discard(other)
 
     cycle(0)
@@ -164,7 +164,7 @@ def test_roots_without_pages_take_no_memory() -> None:
     assert grown < 20_000
 
 
-def test_a_page_may_come_back_under_its_key_after_it_went() -> None:
+def test_a_dropped_page_may_be_inserted_again_under_its_key() -> None:
     held = [1, 2, 3, 4]
     index = index_of(held)
     index.discard(keys_of(held)[0])
@@ -176,19 +176,19 @@ def test_a_page_may_come_back_under_its_key_after_it_went() -> None:
     ("root", "token_ids", "keys", "message"),
     [
         (ROOT, [1, 2, 3, 4, 5], [PageKey(b"a"), PageKey(b"b")], "2 keys for 1 full pages"),
-        (ROOT, [9, 2, 3, 4, 5, 6, 7, 8], [PageKey(b"a"), PageKey(b"a")], "given twice"),
+        (ROOT, [9, 2, 3, 4, 5, 6, 7, 8], [PageKey(b"a"), PageKey(b"a")], "a key occurs twice"),
         (ROOT, [1, 2, 3, 4], [PageKey(b"a")], r"keys\[0\] differs from"),
-        (ROOT, [9, 2, 3, 4], keys_of([1, 2, 3, 4]), r"keys\[0\] is known by other tokens"),
+        (ROOT, [9, 2, 3, 4], keys_of([1, 2, 3, 4]), r"keys\[0\] was already inserted for other tokens"),
         (
             b"other",
             [1, 2, 3, 4],
             keys_of([1, 2, 3, 4]),
-            r"keys\[0\] is known by other tokens or another root",
+            r"keys\[0\] was already inserted for other tokens or another root",
         ),
-        (ROOT, [1 << 63, 2, 3, 4], [PageKey(b"a")], "beyond int64"),
+        (ROOT, [1 << 63, 2, 3, 4], [PageKey(b"a")], "must fit in int64"),
     ],
 )
-def test_what_contradicts_the_index_is_refused_and_changes_nothing(
+def test_insertions_that_contradict_the_index_are_refused_and_change_nothing(
     root: bytes, token_ids: list[int], keys: list[PageKey], message: str
 ) -> None:
     held = [1, 2, 3, 4]
@@ -199,7 +199,7 @@ def test_what_contradicts_the_index_is_refused_and_changes_nothing(
     assert index.longest(ROOT, held).keys == tuple(keys_of(held))
 
 
-def test_what_is_no_sequence_of_integers_is_refused() -> None:
+def test_tokens_that_are_not_a_sequence_of_integers_are_refused() -> None:
     index = RadixIndex(page_size=4)
     for wrong in (b"12345678", "1234", [1.0, 2.0]):
         with pytest.raises(TypeError):

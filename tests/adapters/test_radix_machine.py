@@ -1,4 +1,4 @@
-"""The radix index under every order of calls that hypothesis can think of, and that planted bugs are noticed."""
+"""Test the radix index with random orders of calls, and test that planted bugs are found."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ BUGS = [
         "labels[len(path)] if len(path) < len(labels) else rest",
         'labels[len(path)] if len(path) < len(labels) else b""',
     ),
-    Bug("looking up is no use", "        self._use([*path, best])\n", ""),
-    Bug("the page that begins alike is not used", "self._use([*path, best])", "self._use(path)"),
+    Bug("a lookup is not a use", "        self._use([*path, best])\n", ""),
+    Bug("a partial match is not a use", "self._use([*path, best])", "self._use(path)"),
     Bug(
-        "a prompt without a page that begins alike is no use",
+        "a prompt without a partial match is not a use",
         "            self._use(path)\n            return RadixMatch",
         "            return RadixMatch",
     ),
-    Bug("inserting again is no use", "        self._use(path)\n        while", "        while"),
-    Bug("a page goes before those after it", "for node in reversed(path):", "for node in path:"),
-    Bug("the newest goes", "self._remove_leaf(next(iter", "self._remove_leaf(next(reversed"),
-    Bug("there is no bound", "while len(self._pages) > self._max_pages:", "while False:"),
+    Bug("inserting again is not a use", "        self._use(path)\n        while", "        while"),
+    Bug("a page is dropped before its successors", "for node in reversed(path):", "for node in path:"),
+    Bug("the newest leaf is dropped", "self._remove_leaf(next(iter", "self._remove_leaf(next(reversed"),
+    Bug("the index is unbounded", "while len(self._pages) > self._max_pages:", "while False:"),
     Bug(
         "one page too many",
         "while len(self._pages) > self._max_pages:",
         "while len(self._pages) > self._max_pages + 1:",
     ),
     Bug(
-        "what comes after a discarded page stays known",
+        "successors of a discarded page stay in the index",
         "            doomed.extend(node.below)\n",
         "            pass\n",
     ),
@@ -85,26 +85,26 @@ BUGS = [
 
 
 def with_bug(bug: Bug) -> type[RadixMachine]:
-    """The machine over a copy of the code with the bug in it."""
+    """Return the machine for a copy of the code with the bug in it."""
     return type("Mutant", (RadixMachine,), {"index_type": vars(load(radix, bug))["RadixIndex"]})
 
 
 def test_no_order_of_calls_breaks_the_index() -> None:
     run_state_machine_as_test(
-        RadixMachine, settings=settings(max_examples=lanes.examples(60, 800), stateful_step_count=30)
+        RadixMachine, settings=settings(max_examples=lanes.examples(35, 800), stateful_step_count=30)
     )
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
-    machine = with_bug(bug)  # not below: an outdated ``old`` must fail the test
+    machine = with_bug(bug)  # outside ``raises``: an outdated ``old`` must fail the test
     with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
 @pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
-    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    """Without a bug, a copy loaded like the buggy ones must pass."""
     same = Bug("none", "class RadixIndex:", "class RadixIndex:")
     run_state_machine_as_test(with_bug(same), settings=settings(SEARCH, max_examples=30))

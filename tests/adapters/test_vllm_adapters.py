@@ -1,4 +1,4 @@
-"""LoRA adapters under the simulated engine: each reads KV of its own weights, whatever its name and path say."""
+"""Test LoRA adapters in the simulated engine: each reads only KV of its own weights, under any name and path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.adapters.vllm.keys import Adapters, adapters_digest
 from tierstore.errors import ConfigError
 
 REUSED = 8
-"""Tokens of the document that can be loaded: all whole blocks, and one token is left to compute."""
+"""Tokens of the document that can be loaded: all its whole blocks. Only the last token has to be computed."""
 
 
 def tiers(path: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def running(path: Path, **more: Any) -> Iterator[Engine]:
 
 
 def train(folder: Path, weights: bytes | bytearray, alpha: int = 8) -> str:
-    """Write an adapter as PEFT saves it, in place of an older one. Returns its path."""
+    """Write an adapter as PEFT saves it, replacing an older one. Returns its path."""
     folder.mkdir(exist_ok=True)
     for name, content in (
         ("adapter_model.safetensors", weights),
@@ -49,7 +49,7 @@ def train(folder: Path, weights: bytes | bytearray, alpha: int = 8) -> str:
 
 
 def ask(engine: Engine, lora: LoRARequest | None) -> int:
-    """Answer the document without the engine's own cache; the tokens that were reused."""
+    """Ask about the document with the engine's own cache empty, and return the number of reused tokens."""
     engine.forget()
     before = engine.taken
     engine.add(DOCUMENT, 2, lora=lora)
@@ -58,7 +58,7 @@ def ask(engine: Engine, lora: LoRARequest | None) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_adapter_trained_anew_under_its_name_and_path_reads_no_older_kv_after_a_restart(
+def test_retrained_adapter_with_the_same_name_and_path_reads_no_older_kv_after_a_restart(
     tmp_path: Path, ranks: int
 ) -> None:
     path = train(tmp_path / "adapter", b"first" * 100)
@@ -76,11 +76,11 @@ def test_an_adapter_trained_anew_under_its_name_and_path_reads_no_older_kv_after
 
 
 def test_one_changed_byte_or_another_scale_is_another_adapter(tmp_path: Path) -> None:
-    weights = bytearray(3 << 20)
+    weights = bytearray(3 << 18)
     lora = LoRARequest("A", 1, train(tmp_path / "adapter", weights))
     with running(tmp_path / "disk") as engine:
         assert ask(engine, lora) == 0
-    weights[1_000_003] = 1
+    weights[500_003] = 1
     train(tmp_path / "adapter", weights)
     with running(tmp_path / "disk") as engine:
         assert ask(engine, lora) == 0
@@ -102,7 +102,7 @@ def test_requests_without_an_adapter_keep_the_keys_that_they_had(tmp_path: Path)
         )
 
 
-def test_two_adapters_of_one_name_are_told_apart_and_equal_ones_share(tmp_path: Path) -> None:
+def test_adapters_with_one_name_are_distinguished_and_equal_ones_share_pages(tmp_path: Path) -> None:
     first = LoRARequest("A", 1, train(tmp_path / "one", b"one"))
     second = LoRARequest("A", 2, train(tmp_path / "two", b"two"))
     with running(tmp_path / "disk") as engine:
@@ -111,10 +111,10 @@ def test_two_adapters_of_one_name_are_told_apart_and_equal_ones_share(tmp_path: 
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_files_that_change_under_a_running_engine_end_all_reuse_of_that_number(
+def test_files_changed_under_a_running_engine_end_reuse_for_that_adapter_id(
     tmp_path: Path, dropped: bool
 ) -> None:
-    """vLLM may still have the old weights, or have loaded the new ones."""
+    """vLLM may still use the old weights, or may already have loaded the new ones, so no page can be trusted."""
     lora = LoRARequest("A", 1, train(tmp_path / "adapter", b"first"))
     with running(tmp_path / "disk") as engine:
         assert [ask(engine, lora) for _ in range(2)] == [0, REUSED]
@@ -128,7 +128,7 @@ def test_files_that_change_under_a_running_engine_end_all_reuse_of_that_number(
         assert ask(engine, lora) == REUSED
 
 
-def test_files_that_are_loaded_again_in_place_are_the_adapter_from_then_on(tmp_path: Path) -> None:
+def test_files_reloaded_in_place_define_the_adapter_from_then_on(tmp_path: Path) -> None:
     lora = LoRARequest("A", 1, train(tmp_path / "adapter", b"first"))
     with running(tmp_path / "disk") as engine:
         assert [ask(engine, lora) for _ in range(2)] == [0, REUSED]
@@ -152,7 +152,7 @@ def test_a_request_whose_adapter_is_replaced_while_it_runs_stores_no_more(tmp_pa
         assert engine.half.stats()["tiers"] == stored["tiers"]
 
 
-def test_a_reload_that_never_ran_leaves_the_number_without_reuse(tmp_path: Path) -> None:
+def test_reload_that_never_ran_leaves_the_adapter_id_without_reuse(tmp_path: Path) -> None:
     lora = LoRARequest("A", 1, train(tmp_path / "adapter", b"first"))
     with running(tmp_path / "disk") as engine:
         assert ask(engine, lora) == 0
@@ -173,7 +173,7 @@ def test_a_reload_that_never_ran_leaves_the_number_without_reuse(tmp_path: Path)
     ],
     ids=["hub", "missing", "no path", "tensorizer", "empty"],
 )
-def test_an_adapter_whose_files_cannot_be_read_is_told_and_not_reused(
+def test_adapter_with_unreadable_files_is_logged_and_not_reused(
     tmp_path: Path, lora: LoRARequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path / "FOLDER", b"weights")
@@ -197,7 +197,7 @@ def test_touched_files_of_the_same_content_are_the_same_adapter(tmp_path: Path) 
     assert adapters.of(lora) == first
 
 
-def test_adapters_named_for_the_offloading_tier_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_offloading_tier_distinguishes_adapters_by_their_files(tmp_path: Path) -> None:
     one, two = (Path(train(tmp_path / name, name.encode())) for name in ("one", "two"))
     assert adapters_digest([one, two]) == adapters_digest([two, one]) != adapters_digest([one])
     assert adapters_digest([]) == ""

@@ -1,4 +1,4 @@
-"""Chunks below an engine's host memory, on the real NVMe tier."""
+"""Test ``Chunks``, the tier below an engine's host memory, on the real NVMe tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 64
 
 @dataclass
 class Engine:
-    """Host memory of ``ROWS`` chunks and what it does with them, one job at a time."""
+    """An engine with host memory for ``ROWS`` chunks. It runs one job at a time."""
 
     chunks: Chunks
     memory: NDArray[np.uint8]
@@ -75,7 +75,7 @@ def engine(home: Path, *, payload: str = "lmdb") -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_chunks_come_back_byte_for_byte_and_after_a_restart(tmp_path: Path, payload: str) -> None:
+def test_chunks_are_restored_byte_for_byte_also_after_a_restart(tmp_path: Path, payload: str) -> None:
     numbers = range(20)
     for life in range(2):
         with engine(tmp_path, payload=payload) as at:
@@ -89,7 +89,7 @@ def test_chunks_come_back_byte_for_byte_and_after_a_restart(tmp_path: Path, payl
                 np.testing.assert_array_equal(at.memory[row], page(number))
 
 
-def test_disk_is_bounded_and_the_least_recently_used_leave_first(tmp_path: Path) -> None:
+def test_disk_usage_is_bounded_and_evicts_least_recently_used_chunks(tmp_path: Path) -> None:
     with engine(tmp_path) as at:
         at.store(range(20))
         for start in range(20, 1000, 50):
@@ -103,7 +103,7 @@ def test_disk_is_bounded_and_the_least_recently_used_leave_first(tmp_path: Path)
         assert at.held(range(20)) == []
 
 
-def test_of_chunks_used_at_once_the_later_leave_first(tmp_path: Path) -> None:
+def test_later_chunks_of_one_use_are_evicted_first(tmp_path: Path) -> None:
     with engine(tmp_path) as at:
         numbers, more = range(40), 100
         at.store(numbers)
@@ -114,7 +114,7 @@ def test_of_chunks_used_at_once_the_later_leave_first(tmp_path: Path) -> None:
         assert held == list(range(len(held)))
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_stored_chunks_are_not_written_again(tmp_path: Path) -> None:
     with engine(tmp_path) as at:
         at.store(range(10))
         written = at.chunks.stats()["bytes_written"]
@@ -122,7 +122,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
         assert at.chunks.stats()["bytes_written"] == written
 
 
-def test_a_damaged_chunk_is_lost_alone_and_can_be_stored_again(tmp_path: Path) -> None:
+def test_only_the_damaged_chunk_is_lost_and_it_can_be_stored_again(tmp_path: Path) -> None:
     with engine(tmp_path) as at:
         at.store(range(5))
         path, position = find(tmp_path, page(2).tobytes())
@@ -149,7 +149,7 @@ def test_keys_of_other_lengths_are_kept_apart(tmp_path: Path) -> None:
         assert not at.chunks.holds(b"other")
 
 
-def test_a_second_engine_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_second_engine_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     with engine(tmp_path) as at:
         at.store(range(3))
         with pytest.raises(ConfigError, match="in use"), engine(tmp_path):
@@ -157,7 +157,7 @@ def test_a_second_engine_is_refused_and_the_first_goes_on(tmp_path: Path) -> Non
         assert at.load(range(3)).complete
 
 
-def test_the_engines_memory_is_let_go_at_close(tmp_path: Path) -> None:
+def test_engine_memory_is_released_at_close(tmp_path: Path) -> None:
     memory = bytearray(ROWS * PAGE)
     view = memoryview(memory)
     woken = Event()
@@ -189,7 +189,7 @@ class _Hanging:
         return False
 
 
-def test_close_says_so_when_the_disk_may_still_use_the_memory() -> None:
+def test_close_raises_if_the_disk_may_still_use_the_memory() -> None:
     chunks = Chunks(_Hanging(), np.zeros((1, PAGE), dtype=np.uint8), Event())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"timeout_s must be a number of seconds, .*got nan"):
         chunks.close(float("nan"))
@@ -197,7 +197,7 @@ def test_close_says_so_when_the_disk_may_still_use_the_memory() -> None:
         chunks.close(1.0)
 
 
-def test_a_disk_that_hangs_is_asked_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_disk_is_retried_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     tier = _Hanging()

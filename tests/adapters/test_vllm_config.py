@@ -1,11 +1,11 @@
-"""What the connector is told at the start, and what it refuses by name."""
+"""Test the connector's settings: which it accepts, and which it rejects with an error that names them."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,25 +28,30 @@ from tierstore.errors import ConfigError
         ({"config": {**HOST, "hbm": {"capacity": 1, "device": "cpu"}}}, "hbm.owner"),
         (
             {"config": {"host": {**HOST["host"], "codec": "int8"}}},
-            "host.codec must be none under vLLM, .*, got 'int8'$",
+            "host.codec must be none under vLLM, got 'int8': ",
         ),
         (
             {"config": {**HOST, "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "int8"}}},
-            "nvme.codec must be none or exp under vLLM, .*, got 'int8'$",
+            "nvme.codec must be none or exp under vLLM, got 'int8': ",
         ),
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s must be .*, got 0"),
-        ({"config": HOST, "put_off_s": -1}, "put_off_s must be seconds from 0 to 3600, got -1"),
+        ({"config": HOST, "put_off_s": -1}, "put_off_s must be a number of seconds from 0 to 3600, got -1"),
         ({"config": HOST, "layout": 3}, "layout must be a string, got 3"),
+        (
+            {"config": HOST, "model_id": ""},
+            "model_id must not be blank, got ''; give the weights a name",
+        ),
+        ({"config": HOST, "model_id": " "}, "model_id must not be blank"),
         ({"config": HOST, "load": "never"}, "load must be one of always, if_faster, got 'never'"),
         ({"config": HOST, "load": []}, "load must be one of"),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(extra: dict[str, Any], said: str) -> None:
+def test_unusable_settings_are_refused_by_name(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Settings.of(extra)
 
 
-def test_ranks_share_the_capacities_and_engines_have_directories_of_their_own(tmp_path: Path) -> None:
+def test_ranks_share_capacities_and_engines_have_separate_directories(tmp_path: Path) -> None:
     nvme = {"path": tmp_path, "capacity": 1 << 30, "daily_writes": 1 << 20}
     settings = Settings.of({"config": {"host": {"capacity": 1 << 20}, "nvme": nvme}})
     rank = settings.of_rank(4, 1, "cuda:2")
@@ -61,7 +66,7 @@ def test_ranks_share_the_capacities_and_engines_have_directories_of_their_own(tm
     assert alone.nvme.path == tmp_path
 
 
-def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_load_failure_policy_fail_is_warned_about_at_start(caplog: pytest.LogCaptureFixture) -> None:
     connector = stub.load_connector()
     config = stub.vllm_config({"config": HOST})
     config.kv_transfer_config.kv_load_failure_policy = "fail"
@@ -75,16 +80,20 @@ def test_a_policy_that_ends_requests_is_told_at_the_start(caplog: pytest.LogCapt
     ("change", "said"),
     [
         (
-            lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
-            "pipeline_parallel_size must be 1 with TierStoreConnector, got 2",
+            lambda c, kv: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+            "decode_context_parallel_size must be 1 with TierStoreConnector, got 2: with more than 1, the tokens",
         ),
         (
-            lambda c, kv: setattr(kv.kv_cache_groups[0], "kv_cache_spec", stub.MambaSpec(2)),
-            "layers group.0 keep their KV as MambaSpec; .* supports full attention, sliding windows and",
+            lambda c, kv: setattr(c.parallel_config, "prefill_context_parallel_size", 4),
+            "prefill_context_parallel_size must be 1 with TierStoreConnector, got 4",
+        ),
+        (
+            lambda c, kv: setattr(kv.kv_cache_groups[0], "kv_cache_spec", SimpleNamespace(block_size=2)),
+            "does not support layers group.0 with a SimpleNamespace: it supports full attention, sliding windows",
         ),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(change: Any, said: str) -> None:
+def test_unsupported_deployments_are_refused_by_name(change: Any, said: str) -> None:
     connector = stub.load_connector()
     config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.FullAttentionSpec(2))
     change(config, kv)
@@ -92,14 +101,24 @@ def test_what_is_not_served_is_refused_by_name(change: Any, said: str) -> None:
         connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)
 
 
+@pytest.mark.parametrize(("clears", "version_2"), [(True, False), (False, True)])
+def test_one_precision_or_the_runner_that_asks_first_is_served(clears: bool, version_2: bool) -> None:
+    connector = stub.load_connector()
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.FullAttentionSpec(2))
+    kv.needs_kv_cache_zeroing, config.use_v2_model_runner = clears, version_2
+    connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)
+
+
 def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
     engine = Engine(HOST, ranks=2)
-    hellos = [worker.get_handshake_metadata().hello for worker in engine.workers]
+    hellos = [worker._worker.hello for worker in engine.workers]
     other = replace(hellos[1], host_slots=7)
-    with pytest.raises(ConfigError, match="every rank must open the same number of slots"):
+    with pytest.raises(
+        ConfigError, match="every rank must open the same tiers with the same number of slots"
+    ):
         engine.half.meet([hellos[0], other])
     with pytest.raises(ConfigError, match="only 1 of 2 workers have started"):
-        engine.scheduler.set_xfer_handshake_metadata({0: engine.workers[0].get_handshake_metadata()})
+        engine.scheduler._meet(hellos[:1])
     engine.close()
 
 
@@ -112,7 +131,7 @@ def test_hellos_of_workers_that_opened_different_pages_are_refused() -> None:
         ({"resolve_none_hash_seed": len}, None, True),  # vLLM 0.32
     ],
 )
-def test_hashes_that_the_next_process_would_not_have_are_told_of(
+def test_hashes_that_change_between_processes_are_warned_about(
     utils: dict[str, object],
     seed: str | None,
     last: bool,
@@ -140,3 +159,22 @@ def test_an_engine_that_may_sleep_may_lose_the_memory_of_its_cache(name: str) ->
     assert not Deployment.of(config, config.kv_transfer_config, kv).memory_may_go
     setattr(config.model_config, name, True)
     assert Deployment.of(config, config.kv_transfer_config, kv).memory_may_go
+
+
+def test_a_vllm_that_clears_blocks_early_must_let_them_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(HOST, clears=True)
+    assert isinstance(engine.half.pins, compat.BlockPins)
+    engine.close()
+    monkeypatch.setattr(engine.connector.TierStoreConnector, "bind_gpu_block_pool", lambda self, pool: None)
+    engine = Engine(HOST, clears=True)
+    engine.add([1, 2] * 4, 1)
+    engine.run()
+    engine.forget()
+    engine.add([1, 2] * 4, 1)
+    engine.run()
+    assert engine.taken == 0  # nothing was stored
+    engine.close()
+    monkeypatch.setattr(engine.connector, "TransferResults", None)
+    said = "several precisions, .* clears blocks that are still being stored; set VLLM_USE_V2_MODEL_RUNNER=0"
+    with pytest.raises(ConfigError, match=said):
+        Engine(HOST, clears=True)

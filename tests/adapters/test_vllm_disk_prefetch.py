@@ -1,4 +1,4 @@
-"""What only the disk holds comes up while its request waits."""
+"""Test that pages that are only on disk are promoted to memory while their request waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import hashes_of
 from tests.adapters.vllm_stub import HOST
-from tierstore.adapters.vllm import hit
 from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.keys import KeyChain
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.types import Tier
 
 
-def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(tmp_path: Path) -> None:
+def test_pages_only_on_disk_are_promoted_while_their_request_is_queued(tmp_path: Path) -> None:
     config = {"host": {"capacity": 12 * 64, "pin": "never"}, "nvme": {"path": tmp_path, "capacity": 1 << 20}}
     engine = Engine(config)
     engine.add(DOCUMENT, 2)
@@ -31,7 +30,7 @@ def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(
     while engine.requests[long].status != "running":
         engine.step()
     name = engine.add(DOCUMENT, 2)
-    waiting = engine.queue.pop()  # vLLM does not come to it
+    waiting = engine.queue.pop()  # vLLM does not schedule it yet
     for _ in range(20):
         engine.step()
         for gate in engine.records:
@@ -43,7 +42,7 @@ def test_what_only_the_disk_holds_comes_up_while_its_request_waits_in_the_queue(
     engine.close()
 
 
-def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(tmp_path: Path) -> None:
+def test_no_page_is_promoted_for_ended_requests_or_if_the_engine_holds_it(tmp_path: Path) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
     engine = Engine(config)
     engine.add(DOCUMENT, 2)
@@ -65,7 +64,7 @@ def test_nothing_comes_up_for_a_request_that_has_gone_or_that_the_engine_holds(t
     engine.close()
 
 
-def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tmp_path: Path) -> None:
+def test_request_with_evicted_pages_does_not_block_other_promotions(tmp_path: Path) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
     engine = Engine(config)
     documents = [DOCUMENT, [2, *DOCUMENT[1:]]]
@@ -90,7 +89,7 @@ def test_a_request_whose_pages_have_gone_keeps_no_other_from_being_brought_up(tm
     engine.close()
 
 
-def test_no_more_pages_are_in_flight_than_the_budget_over_many_steps(tmp_path: Path) -> None:
+def test_pages_in_flight_stay_within_the_budget_over_many_steps(tmp_path: Path) -> None:
     config = {
         "host": {"capacity": 12 * 64, "pin": "never"},
         "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"},
@@ -102,7 +101,7 @@ def test_no_more_pages_are_in_flight_than_the_budget_over_many_steps(tmp_path: P
         records.hold((Tier.NVME, Tier.HOST))
     engine.pace = 0.0
     name = engine.add(DOCUMENT, 2)
-    waiting = engine.queue.pop()  # vLLM does not come to it
+    waiting = engine.queue.pop()  # vLLM does not schedule it yet
     for _ in range(4):
         engine.step()
     copies = engine.half._tiers.store._directory.residency.tables[Tier.HOST].copies
@@ -117,7 +116,7 @@ def test_no_more_pages_are_in_flight_than_the_budget_over_many_steps(tmp_path: P
 
 
 def only_on_disk(engine: Engine, document: list[int]) -> None:
-    """The engine has answered about this document and nothing above the disk holds it any more."""
+    """Answer a request for this document, and then leave its pages only on disk."""
     engine.add(document, 2)
     engine.run()
     engine.half._tiers.store.evict(
@@ -126,7 +125,7 @@ def only_on_disk(engine: Engine, document: list[int]) -> None:
     engine.forget()
 
 
-def test_a_request_is_put_off_while_its_pages_come_up_and_others_run_meanwhile(tmp_path: Path) -> None:
+def test_request_is_postponed_during_its_promotion_while_others_run(tmp_path: Path) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
     engine = Engine(config, put_off_s=60)
     only_on_disk(engine, DOCUMENT)
@@ -149,7 +148,7 @@ def test_a_request_is_put_off_while_its_pages_come_up_and_others_run_meanwhile(t
     engine.close()
 
 
-def test_a_request_is_put_off_so_long_and_then_loads_from_where_its_pages_are(
+def test_postponed_request_loads_from_the_lower_tier_after_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
@@ -159,7 +158,7 @@ def test_a_request_is_put_off_so_long_and_then_loads_from_where_its_pages_are(
         records.hold((Tier.NVME, Tier.HOST))
     engine.pace = 0.0
     now = 1000.0
-    monkeypatch.setattr(hit, "monotonic", lambda: now)
+    monkeypatch.setattr(engine.half._tiers.hits, "_clock", lambda: now)
     request = engine.requests[engine.add(DOCUMENT, 2)]
     offer = engine.scheduler.get_num_new_matched_tokens
     assert offer(request, 0) == (None, False)
@@ -175,7 +174,7 @@ def test_a_request_is_put_off_so_long_and_then_loads_from_where_its_pages_are(
     engine.close()
 
 
-def test_what_the_engine_or_memory_holds_is_never_put_off(tmp_path: Path) -> None:
+def test_request_with_pages_in_memory_is_never_postponed(tmp_path: Path) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
     engine = Engine(config, put_off_s=60)
     engine.add(DOCUMENT, 2)
@@ -187,7 +186,7 @@ def test_what_the_engine_or_memory_holds_is_never_put_off(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_a_request_with_more_pages_on_disk_than_memory_has_room_for_does_not_wait_for_all(
+def test_request_with_more_disk_pages_than_memory_slots_does_not_wait_for_all(
     tmp_path: Path,
 ) -> None:
     config = {
@@ -204,7 +203,7 @@ def test_a_request_with_more_pages_on_disk_than_memory_has_room_for_does_not_wai
 
 
 class Looked:
-    """A pool of the engine's blocks that knows how often it was asked."""
+    """A pool of the engine's blocks that counts the lookups."""
 
     def __init__(self, held: set[bytes]) -> None:
         self.held = held
@@ -216,14 +215,14 @@ class Looked:
 
 
 @pytest.mark.parametrize("local", [0, 1, 700, 4095, 4096])
-def test_what_the_engine_holds_of_a_long_prompt_is_found_in_a_few_looks(local: int) -> None:
+def test_local_tokens_of_a_long_prompt_are_found_in_few_lookups(local: int) -> None:
     hashes = [bytes([i % 256, i // 256]) * 16 for i in range(4096)]
     pool = Looked(set(hashes[:local]))
     assert local_tokens(pool, Groups((Group(0, 2),)), hashes) == 2 * local
     assert pool.asked <= 13
 
 
-def test_with_a_disk_what_the_engine_holds_is_looked_for_when_a_request_is_queued(tmp_path: Path) -> None:
+def test_with_a_disk_local_blocks_are_looked_up_when_a_request_is_queued(tmp_path: Path) -> None:
     engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}})
     pool = Looked(set())
     engine.scheduler.bind_gpu_block_pool(pool)
@@ -233,7 +232,7 @@ def test_with_a_disk_what_the_engine_holds_is_looked_for_when_a_request_is_queue
     engine.close()
 
 
-def test_without_a_disk_nobody_looks_what_the_engine_holds() -> None:
+def test_without_a_disk_local_blocks_are_not_looked_up() -> None:
     engine = Engine(HOST)
     pool = Looked(set())
     engine.scheduler.bind_gpu_block_pool(pool)
@@ -243,7 +242,7 @@ def test_without_a_disk_nobody_looks_what_the_engine_holds() -> None:
     engine.close()
 
 
-def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_ends(tmp_path: Path) -> None:
+def test_left_pages_are_promoted_after_awaited_pages_and_their_hint_ends(tmp_path: Path) -> None:
     config = {
         "host": {"capacity": 12 * 64, "pin": "never"},
         "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"},
@@ -278,7 +277,7 @@ def test_what_nobody_waits_for_comes_after_all_that_is_waited_for_and_its_hint_e
     engine.close()
 
 
-def test_only_a_few_requests_have_pages_come_up_behind_them(tmp_path: Path) -> None:
+def test_left_pages_are_promoted_for_few_requests_only(tmp_path: Path) -> None:
     config = {**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20, "flush": "10ms"}}
     engine = Engine(config)
     engine.add(DOCUMENT, 2)

@@ -1,4 +1,4 @@
-"""Events tell each copy that came and went."""
+"""Test that events report each copy that was added or removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.adapters.vllm_stub import HOST
 from tierstore.types import Tier
 
 
-def test_events_tell_each_copy_that_came_and_went_and_of_a_move_down_the_new_place_first(
+def test_events_report_every_copy_stored_and_removed_with_the_new_tier_first(
     tmp_path: Path,
 ) -> None:
     engine = Engine({**HOST, "nvme": {"path": tmp_path, "capacity": 1 << 20}}, events=True)
@@ -30,7 +30,7 @@ def test_events_tell_each_copy_that_came_and_went_and_of_a_move_down_the_new_pla
     engine.close()
 
 
-def test_an_event_names_the_block_before_and_its_tokens() -> None:
+def test_event_names_the_parent_block_and_the_tokens() -> None:
     engine = Engine(HOST, events=True)
     engine.add(DOCUMENT, 1)
     engine.run()
@@ -42,7 +42,7 @@ def test_an_event_names_the_block_before_and_its_tokens() -> None:
     engine.close()
 
 
-def test_without_a_taker_no_event_is_kept() -> None:
+def test_events_are_not_kept_if_nobody_reads_them() -> None:
     engine = Engine(HOST)
     assert engine.half.take_events() == []
     assert list(engine.scheduler.take_events()) == []

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is told by the scheduler's half: figures, stats() and one line in its log."""
+"""Test that the connector's scheduler half reports problems of one rank, in metrics, in stats() and in the log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tierstore.types import Ack, Tier
 
 PATIENCE_S = 60.0
 NBYTES = 6 * 64
-"""Payload bytes in host memory of a rank."""
+"""Payload bytes of one rank's host memory."""
 
 
 class Pinner:
-    """Locks nothing really. ``gate``: what a call waits for; ``why``: the reason of a refusal."""
+    """Stands in for page-locking memory. A call waits for ``gate``, and fails if ``why`` gives a reason."""
 
     def __init__(self, *, gate: Event | None = None, why: str | None = None) -> None:
         self._gate = gate
@@ -52,7 +52,7 @@ def _stats(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def test_a_rank_whose_memory_cannot_be_pinned_is_told_beside_one_that_is_pinned(
+def test_rank_with_unpinned_memory_is_reported_beside_a_pinned_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "tierstore.ranks"):
@@ -77,7 +77,7 @@ def test_a_rank_whose_memory_cannot_be_pinned_is_told_beside_one_that_is_pinned(
     engine.close()
 
 
-def test_unpinned_bytes_follow_pinning_that_ends_after_the_workers_said_hello() -> None:
+def test_unpinned_bytes_are_updated_when_pinning_ends_after_startup() -> None:
     gate = Event()
     engine = _engine(pinners={0: Pinner(), 1: Pinner(gate=gate)})
     wait_for(lambda: not engine.workers[0]._worker.health().pinning)
@@ -96,7 +96,7 @@ def test_unpinned_bytes_follow_pinning_that_ends_after_the_workers_said_hello() 
     engine.close()
 
 
-def test_ranks_without_trouble_tell_nothing_of_their_own() -> None:
+def test_healthy_ranks_report_no_figures() -> None:
     engine = _engine()
     engine.step()
     assert engine.half.figures() is None
@@ -104,7 +104,7 @@ def test_ranks_without_trouble_tell_nothing_of_their_own() -> None:
     engine.close()
 
 
-def test_pages_that_one_rank_does_not_move_are_counted_for_that_rank() -> None:
+def test_pages_that_one_rank_fails_to_move_are_counted_for_that_rank() -> None:
     engine = _engine()
     engine.copies[1].fail_next((Tier.HBM, Tier.HOST), 0)
     engine.add(DOCUMENT, 2)
@@ -115,7 +115,7 @@ def test_pages_that_one_rank_does_not_move_are_counted_for_that_rank() -> None:
     engine.close()
 
 
-def test_a_rank_that_does_not_answer_is_the_one_with_open_transfers() -> None:
+def test_rank_that_does_not_answer_has_open_transfers() -> None:
     engine = _engine()
     engine.pace = 0.0
     engine.copies[1].hold((Tier.HBM, Tier.HOST))
@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_answer_is_the_one_with_open_transfers() -> None:
     engine.close()
 
 
-def test_slow_copies_and_a_sick_disk_of_one_rank_are_told_and_recover(
+def test_slow_copies_and_a_failing_disk_of_one_rank_are_reported_and_recover(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = _engine()
@@ -154,7 +154,7 @@ def test_slow_copies_and_a_sick_disk_of_one_rank_are_told_and_recover(
     engine.close()
 
 
-def test_health_is_merged_over_ranks_and_the_later_word_counts() -> None:
+def test_health_is_merged_over_ranks_and_the_later_report_wins() -> None:
     early, late = RankHealth(pinned_nbytes=1), RankHealth(pinned_nbytes=2)
     one = Report({0: ()}, 1, {0: early}).merged(Report({1: (Ack(1, True, 1, 1),)}, 2, {1: early}))
     assert one.merged(Report({0: ()}, 3, {0: late})).health == {0: late, 1: early}
@@ -170,6 +170,6 @@ def test_an_engine_of_one_rank_has_the_same_keys() -> None:
     engine.close()
 
 
-def test_a_line_of_the_log_names_ranks_that_are_not_well() -> None:
+def test_log_line_names_unhealthy_ranks() -> None:
     words = metrics.in_words({"unpinned_bytes": {"0": 0.0, "1": 2e9}, "slow_copies": {"0": 0.0, "1": 1.0}})
     assert words == {"Host memory not pinned on rank 1 (MB)": 2000.0, "Slow copies on ranks": 1}

@@ -1,4 +1,4 @@
-"""What an orchestrator says in ``kv_hints`` is done; what cannot be read is left, and fails no request."""
+"""Test an orchestrator's ``kv_hints``: valid ones are followed, invalid ones are ignored and fail no request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = [2, *DOCUMENT[1:]]
 
 
 def envelope(*actions: tuple[str, Any], version: str = "1") -> SimpleNamespace:
-    """As vLLM's ``KvHintsEnvelope``."""
+    """Return hints in the form of vLLM's ``KvHintsEnvelope``."""
     told = [
         SimpleNamespace(action_id=str(n), action_type=kind, action_version=version, payload=payload)
         for n, (kind, payload) in enumerate(actions)
@@ -34,7 +34,7 @@ def of(*actions: tuple[str, Any], version: str = "1") -> RequestHints:
     return hints_of(SimpleNamespace(kv_hints=envelope(*actions, version=version)))
 
 
-def test_actions_are_read_and_those_of_others_are_theirs() -> None:
+def test_hint_actions_are_parsed_and_foreign_ones_ignored() -> None:
     assert hints_of(SimpleNamespace()) == hints_of(SimpleNamespace(kv_hints=None)) == NO_HINTS
     assert of(("kvcr.move", {"to": "nowhere"})) == NO_HINTS
     assert of(("tierstore.will_need", {"deadline_s": 1.5, "priority": 2})) == RequestHints(1.5, 2)
@@ -53,16 +53,16 @@ def test_actions_are_read_and_those_of_others_are_theirs() -> None:
         ("tierstore.retain", {"ttl_s": 1, "priority": 1.5}, "a whole number"),
         ("tierstore.will_need", {"deadline_s": -1}, "a number from 0 to"),
         ("tierstore.will_need", {"deadline_s": "soon"}, "a number from 0 to"),
-        ("tierstore.will_need", {"deadline": 1}, "may have deadline_s, priority, got"),
-        ("tierstore.wont_need", {"ttl_s": 1}, "may have no fields, got"),
+        ("tierstore.will_need", {"deadline": 1}, "may only have the keys deadline_s, priority, got"),
+        ("tierstore.wont_need", {"ttl_s": 1}, "must have no keys, got"),
         ("tierstore.retain", {"ttl_s": 10**400}, "a number from 0 to"),
         ("tierstore.will_need", {"deadline_s": 10**400}, "a number from 0 to"),
         ("tierstore.will_need", {"priority": 1e300}, "a number from 0 to"),
         ("tierstore.wont_need", None, "must be a mapping"),
-        ("tierstore.retain", {1: 2, "a": 3}, "got 'a'"),
+        ("tierstore.retain", {1: 2, "a": 3}, "got the key 'a'"),
     ],
 )
-def test_an_action_that_cannot_be_read_is_logged_and_left(
+def test_invalid_hint_action_is_logged_and_ignored(
     kind: str, payload: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -70,7 +70,7 @@ def test_an_action_that_cannot_be_read_is_logged_and_left(
     assert why in caplog.text
 
 
-def test_an_action_of_another_version_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_hint_action_of_another_version_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     assert of(("tierstore.wont_need", {}), version="2") == NO_HINTS
     assert "in version '1', got" in caplog.text
 
@@ -84,7 +84,7 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def ask(engine: Engine, document: list[int], kv_hints: object, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Queues a request that comes with these hints."""
+    """Queue a request with these hints, and return its name."""
     with monkeypatch.context() as patch:
         patch.setattr(vllm_engine.Request, "kv_hints", kv_hints, raising=False)
         return engine.add(document, 2)
@@ -95,7 +95,7 @@ def keys_of(engine: Engine, name: str) -> list[PageKey]:
     return keys
 
 
-def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_came_earlier(
+def test_pages_of_the_earlier_deadline_are_promoted_before_those_of_the_earlier_arrival(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = ask(engine, DOCUMENT, envelope(("tierstore.will_need", {"deadline_s": 30})), monkeypatch)
@@ -114,7 +114,7 @@ def test_pages_of_a_request_that_starts_sooner_come_up_before_those_of_one_that_
     engine.close()
 
 
-def test_pages_that_are_to_be_retained_are_when_the_request_has_ended_until_their_time_is_over(
+def test_pages_are_retained_after_the_request_ends_until_their_ttl(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = ask(engine, DOCUMENT, envelope(("tierstore.retain", {"ttl_s": 600})), monkeypatch)
@@ -130,7 +130,7 @@ def test_pages_that_are_to_be_retained_are_when_the_request_has_ended_until_thei
     engine.close()
 
 
-def test_pages_that_nobody_will_need_are_the_first_to_go_once_the_request_has_ended(
+def test_wont_need_pages_are_evicted_first_once_the_request_has_ended(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = ask(engine, DOCUMENT, envelope(("tierstore.wont_need", {})), monkeypatch)
@@ -141,7 +141,7 @@ def test_pages_that_nobody_will_need_are_the_first_to_go_once_the_request_has_en
     engine.close()
 
 
-def test_a_request_id_that_is_used_again_is_brought_up_again(engine: Engine) -> None:
+def test_reused_request_id_is_promoted_again(engine: Engine) -> None:
     tables, ahead = engine.half._tiers.store._directory.residency.tables, engine.half._tiers.disk_prefetch
     assert isinstance(ahead, DiskPrefetch)
     keys = list(tables[Tier.NVME].copies)[:2]

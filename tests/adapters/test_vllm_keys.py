@@ -1,4 +1,4 @@
-"""Keys of the connector, and everything that makes two of them differ."""
+"""Test the connector's page keys, and everything that must make two keys differ."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ from tierstore.types import PageKey
 class Hashes:
     def __init__(self, number: int) -> None:
         self.block_hashes = [bytes([i]) * 32 for i in range(number)]
+
+
+def test_keys_between_two_blocks_are_those_of_the_chain_that_are_full() -> None:
+    chain = KeyChain(Hashes(6), namespace("m"))
+    assert chain.between(2, 5) == KeyChain(Hashes(6), namespace("m")).first(5)[2:]
+    assert chain.between(4, 9) == chain.first(6)[4:]
+    assert chain.between(7, 9) == []
 
 
 def test_keys_follow_the_hashes_of_whole_blocks_as_they_come() -> None:
@@ -46,7 +53,7 @@ def test_equal_hashes_of_two_models_have_no_key_in_common() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [16, 32, 33])
-def test_a_blocks_key_is_the_same_whatever_it_is_made_together_with(nbytes: int) -> None:
+def test_block_key_does_not_depend_on_the_batch_it_is_made_in(nbytes: int) -> None:
     hashes = [bytes([i]) * nbytes for i in range(5)]
     name = namespace("model")
     together = page_keys(name, hashes)
@@ -56,13 +63,13 @@ def test_a_blocks_key_is_the_same_whatever_it_is_made_together_with(nbytes: int)
     assert not set(together) & set(page_keys(namespace("other"), hashes))
 
 
-def test_hashes_of_another_length_among_them_change_no_length_and_meet_no_other() -> None:
+def test_hashes_of_other_lengths_keep_key_length_and_do_not_collide() -> None:
     found = page_keys(namespace("m"), [bytes(32), bytes(31), bytes(33), b"a"])
     assert {len(key) for key in found} == {36}
     assert len(set(found)) == 4
 
 
-def test_each_hash_of_a_request_is_made_a_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_hash_of_a_request_is_converted_to_a_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
 
     def counted(name: bytes, hashes: Sequence[bytes]) -> list[PageKey]:
@@ -95,15 +102,19 @@ def test_everything_that_changes_kv_changes_the_identity() -> None:
         of(model_config__model="other/name"),
         of(model_config__hf_config=SimpleNamespace(to_dict=dict, _commit_hash="abc")),
         of(cache_config__cache_dtype="fp8"),
+        of(cache_config__kv_cache_dtype_skip_layers=["0"]),
+        of(cache_config__kv_cache_dtype_skip_layers=["1"]),
         of(load_config__load_format="dummy"),
         of(ranks=2),
         identity(stub.vllm_config({}), "epoch 2"),
     ]
     assert len(set(found)) == len(found)
-    assert of() == of()
+    assert of() == of() == of(cache_config__kv_cache_dtype_skip_layers=[])
+    skipped = [of(cache_config__kv_cache_dtype_skip_layers=order) for order in (["0", "2"], ["2", "0"])]
+    assert skipped[0] == skipped[1]
 
 
-def test_a_folders_weights_are_told_apart_by_any_sampled_byte_and_not_by_its_name(tmp_path: Path) -> None:
+def test_weights_are_identified_by_sampled_bytes_and_not_by_folder_name(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(1 << 20) + name[0].encode() * (name == "c"))

@@ -1,4 +1,4 @@
-"""The connector between a simulated vLLM and real tiers; and the bugs that this must find."""
+"""Test the connector between a simulated vLLM and real tiers with a state machine. Planted bugs must be found."""
 
 from __future__ import annotations
 

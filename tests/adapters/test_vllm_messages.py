@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other, block tables, and a feed that waits for the engine."""
+"""Test messages between scheduler and workers, block tables, and the queue of commands that wait for the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.pump import Wakeup
 from tierstore.types import Ack, Erase, PageKey, Tier, Transfer
 
 
-def test_a_catalogue_is_unpacked_as_it_was() -> None:
+def test_catalogue_is_unchanged_by_packing() -> None:
     keys = chain(3)
     records = [(keys[0], None, 10), (keys[1], keys[0], 1 << 40), (keys[2], keys[1], 0)]
     packed: Catalogue = pickle.loads(pickle.dumps(Catalogue.of(5, 6, iter(records))))
@@ -26,14 +26,28 @@ def test_a_catalogue_is_unpacked_as_it_was() -> None:
     assert list(disk.records()) == records
 
 
-def test_reports_of_ranks_and_of_steps_come_together() -> None:
+def test_reports_of_ranks_and_steps_are_merged() -> None:
     one, two = Ack(1, True, 1, 1), Ack(2, True, 1, 1)
     both = Report({0: (one,)}, 3).merged(Report({1: (two,)}, 3)).merged(Report({0: (two,)}, 4))
     assert both.acks == {0: (one, two), 1: (two,)}
     assert both.number == 4
 
 
-def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
+def test_all_blocks_of_a_skipped_group_are_fresh_when_a_request_starts() -> None:
+    steps = StepReader(Groups((Group(1, 4),), skipped=("ring", "replayed")))
+    new = SimpleNamespace(req_id="a", block_ids=([7], [1, 2, 3], [0, 4]), num_computed_tokens=8)
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    output = SimpleNamespace(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"a": 4},
+        finished_req_ids=set(),
+    )
+    (step,) = steps.of(output)
+    assert step.fresh == [7, 3, 0, 4]
+
+
+def test_block_tables_grow_and_restart_after_a_preemption() -> None:
     steps = StepReader(Groups((Group(0, 4), Group(1, 2))))
     new = SimpleNamespace(req_id="a", block_ids=([7, 8], [1, 2, 3]), num_computed_tokens=4)
 
@@ -61,7 +75,7 @@ def test_block_tables_grow_and_start_anew_after_a_preemption() -> None:
 
 
 class FakeMover(LocalMover):
-    """Ends what a test says."""
+    """Collects the commands, and returns the acks that a test sets."""
 
     def __init__(self, polled: bool = False) -> None:
         super().__init__({}, None, {})
@@ -85,7 +99,7 @@ def copy_out(number: int, slot: int) -> Transfer:
     return Transfer(number, (PageKey(bytes(36)),), Tier.HBM, (slot,), Tier.HOST, (0,), 0, (None,))
 
 
-def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> None:
+def test_commands_waiting_for_events_start_in_order_without_blocking_others() -> None:
     mover, wakeup = FakeMover(), Wakeup()
     feed = CommandQueue(mover, wakeup)
     first, second = ManualEvent(), ManualEvent()
@@ -108,7 +122,7 @@ def test_what_waits_for_the_engine_starts_in_order_and_lets_the_rest_pass() -> N
     assert feed.close(60.0)
 
 
-def test_a_device_that_tells_only_when_asked_is_asked_between_steps() -> None:
+def test_device_that_needs_polling_is_polled_between_steps() -> None:
     mover, wakeup = FakeMover(polled=True), Wakeup()
     feed = CommandQueue(mover, wakeup)
     seen = wakeup.count

@@ -1,4 +1,4 @@
-"""Figures of the connector: what was added, in words."""
+"""Test the connector's metrics: the increments of its counters since the last read, and the log line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import metrics
 
 
-def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_increments_that_add_up_to_the_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(metrics, "monotonic", lambda: now[0])
     total: dict[str, dict[str, float]] = {"hits_pages": {"HOST": 3.0}, "pages": {"HOST,free": 5.0}}
@@ -28,7 +28,7 @@ def test_figures_are_what_was_added_and_add_up_again(monkeypatch: pytest.MonkeyP
     assert taker.take() is None  # nothing new
 
 
-def test_a_line_of_the_log_says_what_moved_and_how_fast() -> None:
+def test_log_line_shows_transferred_bytes_and_throughput() -> None:
     words = metrics.in_words(
         {
             "hits_pages": {"NVME": 7.0},
@@ -45,7 +45,7 @@ def test_a_line_of_the_log_says_what_moved_and_how_fast() -> None:
     }
 
 
-def test_what_an_engine_moved_is_told_by_its_connector() -> None:
+def test_connector_reports_transferred_bytes_and_pages() -> None:
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()

@@ -1,4 +1,4 @@
-"""Requests through the whole connector: loaded, failed, aborted, forgotten."""
+"""Test requests through the whole connector: loads, failures, aborts, reused ids and changed weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
 
 
 def require_gone_on_from_what_arrived(page: int, pieces: int, patch: pytest.MonkeyPatch) -> None:
-    """The load of four pages, so many at a time, in which one page fails: every cell that is read is checked."""
+    """Load four pages, ``pieces`` at a time, and fail one. Check that the request continues and answers correctly."""
     patch.setattr(loads, "MOST_A_STEP", pieces)
     patch.setattr(loads, "MOST_IF_IDLE", pieces)
     engine = Engine(HOST)
@@ -68,7 +68,7 @@ def require_gone_on_from_what_arrived(page: int, pieces: int, patch: pytest.Monk
 
 @pytest.mark.parametrize("page", range(4))
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_a_request_goes_on_behind_the_pages_of_its_load_that_arrived(
+def test_request_continues_after_the_loaded_pages_that_arrived(
     page: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_gone_on_from_what_arrived(page, pieces, monkeypatch)
@@ -79,16 +79,16 @@ def test_a_request_goes_on_behind_the_pages_of_its_load_that_arrived(
     ("plant", "pieces"),
     [(vllm_planted.the_first_bad_block_is_not_told, 4), (vllm_planted.a_gap_in_a_load_is_not_seen, 1)],
 )
-def test_a_request_that_goes_on_behind_a_page_that_did_not_arrive_is_noticed(
+def test_continuing_after_a_page_that_did_not_arrive_is_detected(
     plant: Plant, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs that the machine meets in some searches only."""
+    """Plant a bug that the state machine does not find in every search, and require that the test above notices it."""
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="reads another's token"):
         require_gone_on_from_what_arrived(1, pieces, monkeypatch)
 
 
-def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> None:
+def test_pages_of_an_aborted_load_are_not_stored_as_if_loaded() -> None:
     # F037
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
@@ -105,7 +105,7 @@ def test_what_an_aborted_load_was_to_bring_is_not_stored_as_if_it_had_come() -> 
     store.evict(keys)
     engine.abort(name)
     engine.step()
-    assert name in engine.requests  # its blocks are held while the copy may write them
+    assert name in engine.requests  # its blocks are held as long as the copy can write them
     for gate in engine.copies:
         gate.open()
     engine.run()
@@ -134,10 +134,11 @@ def with_an_aborted_load_that_is_held_up(config: dict[str, object] = HOST) -> tu
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("document", [DOCUMENT, [2] * 9])
-def test_an_id_is_used_again_once_the_aborted_load_that_had_it_was_told_of(
-    document: list[int], fails: bool
-) -> None:
-    """vLLM frees the aborted request then, and takes another of this id, which may get the same blocks at once."""
+def test_request_id_can_be_reused_once_its_aborted_load_is_reported(document: list[int], fails: bool) -> None:
+    """Once the load is reported, vLLM frees the aborted request and accepts a new one with the same ID.
+
+    The new request can get the same blocks at once.
+    """
     engine, name = with_an_aborted_load_that_is_held_up()
     with pytest.raises(AssertionError, match="duplicate request id"):
         engine.add(document, 2, name)
@@ -150,7 +151,7 @@ def test_an_id_is_used_again_once_the_aborted_load_that_had_it_was_told_of(
     engine.forget()
     engine.add(document, 2, name)
     engine.copies[0].open()
-    engine.run()  # each load is told of once, and every cell that is read is checked
+    engine.run()  # the engine requires that each load is reported once, and checks every cell that it reads
     assert engine.answers[name][:9] == document
     assert (engine.answers[name] == engine.answers["r1"]) == (document == DOCUMENT)
     assert engine.taken - taken == (8 if document == DOCUMENT else 0)
@@ -159,8 +160,8 @@ def test_an_id_is_used_again_once_the_aborted_load_that_had_it_was_told_of(
     engine.close()
 
 
-def test_a_request_of_an_id_that_an_aborted_load_still_has_gets_nothing_by_that_loads_end() -> None:
-    """No vLLM sends one. It would be told that its pages are there when those of the other have come."""
+def test_request_with_the_id_of_an_aborted_load_is_not_reported_as_loaded() -> None:
+    """vLLM never sends such a request. Without the check, it would be reported as loaded when the aborted load ends."""
     engine, name = with_an_aborted_load_that_is_held_up()
     second = Request(name, list(DOCUMENT), 11)
     engine.scheduler.on_new_request(second)
@@ -173,8 +174,11 @@ def test_a_request_of_an_id_that_an_aborted_load_still_has_gets_nothing_by_that_
     engine.close()
 
 
-def test_an_offer_that_was_not_taken_is_not_stored_as_if_it_had_come() -> None:
-    """vLLM 0.33 may put a load off until steps have ended; a request aborted meanwhile has blocks for it."""
+def test_pages_of_a_declined_offer_are_not_stored_as_if_loaded() -> None:
+    """Abort a request between the offer and its load, which vLLM 0.33 can delay by some steps.
+
+    The request owns blocks for the offered pages, but nothing has been loaded into them.
+    """
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()
@@ -195,7 +199,11 @@ def test_an_offer_that_was_not_taken_is_not_stored_as_if_it_had_come() -> None:
 
 
 def with_an_offer_that_the_weights_changed_after() -> tuple[Engine, str]:
-    """vLLM 0.33 has put the load off: the request has blocks for the pages, and counts them."""
+    """Return an engine whose weights changed after it accepted an offer, and the name of the request.
+
+    As in vLLM 0.33, the load has not been queued yet, but the request has blocks for the pages and counts their tokens
+    as computed.
+    """
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()
@@ -211,7 +219,7 @@ def with_an_offer_that_the_weights_changed_after() -> tuple[Engine, str]:
     return engine, name
 
 
-def test_an_offer_that_is_taken_after_the_weights_changed_is_told_to_have_failed() -> None:
+def test_offer_taken_after_a_weight_change_is_reported_as_failed() -> None:
     engine, name = with_an_offer_that_the_weights_changed_after()
     engine._tell(engine.requests[name], 8)
     engine.run()
@@ -222,7 +230,7 @@ def test_an_offer_that_is_taken_after_the_weights_changed_is_told_to_have_failed
     engine.close()
 
 
-def test_an_offer_that_was_not_taken_when_the_weights_changed_is_not_stored_as_if_it_had_come() -> None:
+def test_offer_declined_at_a_weight_change_is_not_stored_as_if_loaded() -> None:
     engine, name = with_an_offer_that_the_weights_changed_after()
     keys = engine.half._known[name].chains[0].first(4)
     engine.requests[name].told = True
@@ -233,7 +241,7 @@ def test_an_offer_that_was_not_taken_when_the_weights_changed_is_not_stored_as_i
     engine.close()
 
 
-def test_an_offer_made_before_the_weights_changed_is_not_repeated() -> None:
+def test_offer_made_before_a_weight_change_is_not_repeated() -> None:
     engine, name = with_an_offer_that_the_weights_changed_after()
     assert engine.scheduler.get_num_new_matched_tokens(engine.requests[name], 0) == (0, False)
     engine.requests[name].told = True
@@ -242,7 +250,7 @@ def test_an_offer_made_before_the_weights_changed_is_not_repeated() -> None:
     engine.close()
 
 
-def test_pages_on_their_way_out_when_the_weights_change_are_never_offered() -> None:
+def test_pages_being_saved_during_a_weight_change_are_never_offered() -> None:
     # F015
     engine = Engine(HOST)
     for gate in engine.copies:
@@ -257,12 +265,12 @@ def test_pages_on_their_way_out_when_the_weights_change_are_never_offered() -> N
     engine.run()
     engine.forget()
     engine.add(DOCUMENT, 2)
-    engine.run()  # every cell that it reads is checked
+    engine.run()  # the engine checks every cell that it reads
     engine.check()
     engine.close()
 
 
-def test_a_verdict_is_looked_up_once_however_often_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_is_looked_up_once_for_repeated_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()

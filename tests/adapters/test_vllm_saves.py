@@ -1,19 +1,25 @@
-"""What waits to be stored, and blocks that are reused while they are copied out."""
+"""Test which blocks are stored, and what happens to blocks that are reused while they are being copied out."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.adapters import vllm_planted as planted
 from tests.adapters.vllm_engine import DOCUMENT, OUT, Engine
+from tests.adapters.vllm_pool import Kind
 from tests.support.pages import chain
 from tests.support.planting import Plant
 from tierstore.adapters.vllm import saves as storing_module
-from tierstore.adapters.vllm.kv_groups import Group, Groups
+from tierstore.adapters.vllm.kv_groups import Group, Groups, Window
+from tierstore.adapters.vllm.requests import RequestState, Step
 from tierstore.adapters.vllm.saves import Stores
-from tierstore.types import PageKey, Tier
+from tierstore.types import Match, PageKey, Tier
 
 
 def reuse_blocks_under_slow_copies() -> Engine:
@@ -36,7 +42,7 @@ def reuse_blocks_under_slow_copies() -> Engine:
     return engine
 
 
-def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
+def test_blocks_are_overwritten_only_after_their_pages_are_saved() -> None:
     # F022, F041
     engine = reuse_blocks_under_slow_copies()
     assert engine.taken == 8
@@ -46,14 +52,16 @@ def test_blocks_are_overwritten_only_when_what_they_held_is_saved() -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("plant", [planted.no_fence, planted.worker_does_not_wait])
-def test_without_a_fence_that_would_be_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwriting_blocks_without_a_fence_is_detected(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="another's token"):
         reuse_blocks_under_slow_copies()
 
 
 class FakeStore:
-    """Keeps what it was given; ``reading``: blocks that a copy reads."""
+    """Records what it was given. ``reading`` holds the blocks that a copy is reading."""
 
     def __init__(self) -> None:
         self.puts: list[tuple[list[PageKey], list[int], list[PageKey | None]]] = []
@@ -66,7 +74,7 @@ class FakeStore:
         return [block for block in blocks if block in self.reading]
 
 
-def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
+def test_reused_block_is_not_stored_under_its_old_key() -> None:
     store: Any = FakeStore()
     storing = Stores(store, Groups((Group(0, 4),)), None)
     one, two, three = chain(3)
@@ -77,7 +85,7 @@ def test_a_block_that_was_given_away_is_not_stored_as_what_it_held() -> None:
     assert storing.busy == {5, 7}
 
 
-def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
+def test_reused_block_is_fenced_only_while_a_copy_reads_it() -> None:
     store: Any = FakeStore()
     storing = Stores(store, Groups((Group(0, 4),)), None)
     storing.add(chain(2), [5, 6], [None, chain(1)[0]])
@@ -93,7 +101,7 @@ def test_a_block_given_away_is_fenced_only_while_a_copy_reads_it() -> None:
     assert store.puts[1:] == [(chain(1, "new"), [6], [None])]
 
 
-def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_loaded(
+def test_stores_per_step_are_bounded_and_skip_blocks_being_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(storing_module, "MOST_A_STEP", 2)
@@ -114,7 +122,7 @@ def test_a_bounded_number_is_stored_in_a_step_and_nothing_out_of_blocks_being_lo
     assert not storing.waiting
 
 
-def test_what_the_store_has_lost_is_stored_again_out_of_the_engines_own_cache() -> None:
+def test_evicted_pages_are_stored_again_from_the_engines_prefix_cache() -> None:
     engine = Engine({"host": {"capacity": 20 * 64, "pin": "never"}}, blocks=12)
     engine.add(DOCUMENT, 1)
     engine.run()
@@ -131,3 +139,141 @@ def test_what_the_store_has_lost_is_stored_again_out_of_the_engines_own_cache() 
         assert lost in held
     engine.check()
     engine.close()
+
+
+# -- windows ----------------------------------------------------------------------------------------------------
+
+ROOM: dict[str, Any] = {"host": {"capacity": 48 * 64, "pin": "never"}}
+BESIDE = (Kind(), Kind(window=3))
+LONG = [i % 3 for i in range(25)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "stored"), [(None, list(range(12))), (0, [11]), (8, [3, 7, 11]), (4, [1, 3, 5, 7, 9, 11])]
+)
+def test_window_group_stores_only_blocks_where_a_hit_is_likely_to_end(
+    interval: int | None, stored: list[int]
+) -> None:
+    engine = Engine(ROOM, blocks=48, kinds=BESIDE, interval=interval)
+    name = engine.add(LONG, 1)
+    window = engine.half._known[name].chains[1]
+    engine.run()
+    held = engine.half._tiers.store._directory.residency.tables[Tier.HOST].copies
+    assert [number for number, key in enumerate(window.first(99)) if key in held] == stored
+    engine.forget()
+    engine.add(LONG, 2)
+    engine.run()
+    assert engine.taken == 24
+    engine.check()
+    engine.close()
+
+
+def test_the_next_turn_of_a_chat_finds_the_window_at_the_end_of_the_answer() -> None:
+    engine = Engine(ROOM, blocks=48, kinds=BESIDE, interval=0)
+    first = engine.add(DOCUMENT, 6)
+    engine.run()
+    engine.forget()
+    turn = engine.answers[first]
+    assert len(turn) == 15
+    engine.add([*turn, 1, 2], 2)
+    engine.run()
+    assert engine.taken == 14
+    engine.check()
+    engine.close()
+
+
+def test_aborted_prompt_is_found_up_to_its_last_computed_token() -> None:
+    engine = Engine(ROOM, blocks=48, kinds=BESIDE, interval=0)
+    name = engine.add(LONG, 2)
+    while engine.requests[name].num_computed_tokens < 16:
+        engine.step()
+    engine.abort(name)
+    engine.run()
+    engine.forget()
+    engine.add(LONG, 2)
+    engine.run()
+    assert engine.taken == 16
+    engine.close()
+
+
+def test_window_of_a_shared_prefix_is_stored_by_the_second_request() -> None:
+    """Run three requests that diverge after a common prefix, and check which of them stores the prefix's window.
+
+    The first request cannot know where later requests will diverge. The second learns it from the full-attention pages.
+    """
+    engine = Engine(ROOM, blocks=48, kinds=BESIDE, interval=0)
+    taken = []
+    for last in range(3):
+        engine.forget()
+        before = engine.taken
+        engine.add([*DOCUMENT, 2, *[last] * 8], 1)
+        engine.run()
+        taken.append(engine.taken - before)
+    assert taken == [0, 0, 10]
+    engine.check()
+    engine.close()
+
+
+def test_windows_without_full_attention_are_all_stored() -> None:
+    engine = Engine(ROOM, blocks=48, kinds=(Kind(window=3),), interval=0)
+    engine.add(LONG, 2)
+    engine.run()
+    engine.forget()
+    engine.add([*LONG[:11], 2], 1)
+    engine.run()
+    assert engine.taken == 10
+    engine.close()
+
+
+@dataclass
+class Counted:
+    """A store that counts the pages put, by group, and holds none of them."""
+
+    pages: Counter[bytes] = field(default_factory=Counter)
+
+    def put(self, keys: list[PageKey], blocks: list[int], parents: list[PageKey | None]) -> None:
+        self.pages.update(key[:1] for key in keys)
+
+    def match(self, keys: list[PageKey]) -> Match:
+        return Match(0, (), True)
+
+
+def pages_of(windows: Sequence[int], interval: int | None, tokens: int) -> int:
+    """Return how many pages of a prompt of ``tokens`` tokens are stored when it is computed in steps of 8,192.
+
+    There is one group with full attention, and one group for each of ``windows``.
+    """
+    groups = Groups(
+        (Group(0, 16), *(Group(i, 16, 1, Window(w)) for i, w in enumerate(windows, 1))), interval=interval
+    )
+    hashes = [i.to_bytes(32, "big") for i in range(tokens // 16)]
+    request: Any = SimpleNamespace(block_hashes=hashes, num_tokens=tokens)
+    known = RequestState(request, groups.chains(request, [bytes([i]) * 32 for i in range(len(groups.all))]))
+    store: Any = Counted()
+    storing = Stores(store, groups, None)
+    blocks = tokens // 16
+    tables = [list(range(1 + i * blocks, 1 + (i + 1) * blocks)) for i in range(len(groups.all))]
+    for computed in range(0, tokens, 8192):
+        storing.follow(known, Step("r", computed, 8192, tables, [], first=not computed))
+    while storing._collected:
+        storing.put(set())
+        storing.returned(list(storing.busy))
+    return sum(store.pages.values())
+
+
+@pytest.mark.parametrize(
+    ("windows", "before", "after"),
+    [
+        ([1024] * 6, 7 * 2048, 2048 + 6 * 65),  # Gemma 3 27B: 10 layers per group
+        ([128], 2 * 2048, 2048 + 9),  # gpt-oss-20b: 12 layers per group
+    ],
+)
+def test_number_of_pages_stored_for_a_prompt_of_32768_tokens(
+    windows: list[int], before: int, after: int
+) -> None:
+    """With interval 0, window groups store only what a hit at the end of the prompt needs.
+
+    A longer prompt hits all blocks of this prompt. The same prompt hits all of them except the last.
+    """
+    assert pages_of(windows, None, 32768) == before
+    assert pages_of(windows, 0, 32768) == after

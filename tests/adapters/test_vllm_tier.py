@@ -1,4 +1,4 @@
-"""``TierStoreTier`` without vLLM: over stand-ins for the few classes that it uses, as they are in vLLM 0.32."""
+"""Test ``TierStoreTier`` without vLLM, with stand-ins for the few classes that it uses, as in vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def spec(dtype: str = "float32", model: str = "org/name", replica: int = 0, **mo
 
 @contextmanager
 def opened(module: ModuleType, home: Path, described: Any = None, **more: Any) -> Iterator[Any]:
-    """A tier and vLLM's memory above it, which vLLM lets go in the end."""
+    """Yield a tier and the memory of a simulated vLLM above it. At the end, that memory is released."""
     memory = np.zeros((ROWS, NBYTES), dtype=np.int8)
     view = memoryview(memory)  # type: ignore[arg-type]
     more.setdefault("config", {"nvme": {"path": str(home), "capacity": CAPACITY}})
@@ -155,9 +155,7 @@ def found(at: Any, numbers: range) -> list[int]:
     return [n for n in numbers if at.tier.lookup(key(n), None) is Result.HIT]
 
 
-def test_chunks_are_stored_found_and_loaded_and_their_coming_and_going_published(
-    module: ModuleType, tmp_path: Path
-) -> None:
+def test_chunks_are_stored_found_loaded_and_published_as_events(module: ModuleType, tmp_path: Path) -> None:
     with opened(module, tmp_path, enable_kv_events=True, locality="LOCAL") as at:
         assert at.tier.on_new_request(None).policy == "chunk_level"
         result = store(at, 1, range(5))
@@ -199,7 +197,7 @@ def find_one(home: Path, needle: bytes) -> tuple[Path, int]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16"])
-def test_exp_keeps_every_bit_of_16_bit_pages_in_less_room(
+def test_exp_stores_16_bit_pages_losslessly_in_less_space(
     module: ModuleType, tmp_path: Path, dtype: str
 ) -> None:
     config = {"nvme": {"path": str(tmp_path), "capacity": CAPACITY, "codec": "exp"}}
@@ -236,6 +234,16 @@ def test_chunks_of_another_identity_are_not_found(module: ModuleType, tmp_path: 
         assert found(at, range(3)) == [0, 1, 2]
 
 
+def test_two_8_bit_dtypes_are_distinguished(module: ModuleType, tmp_path: Path) -> None:
+    one, other = spec(dtype="fp8_e4m3"), spec(dtype="fp8_e5m2")  # as named in vLLM's --kv-cache-dtype
+    with opened(module, tmp_path, one) as at:
+        store(at, 1, range(3))
+    with opened(module, tmp_path, other) as at:
+        assert found(at, range(3)) == []
+    with opened(module, tmp_path, one) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
 def test_other_weights_in_the_same_folder_find_nothing_unless_named(
     module: ModuleType, tmp_path: Path
 ) -> None:
@@ -252,6 +260,16 @@ def test_other_weights_in_the_same_folder_find_nothing_unless_named(
         store(at, 1, range(3))
     weights.write_bytes(b"later.")
     with opened(module, tmp_path / "b", spec(model="elsewhere"), model="mine@1") as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_states_of_another_dtype_are_not_found(module: ModuleType, tmp_path: Path) -> None:
+    with opened(module, tmp_path, state_dtypes=["float16", "float32"]) as at:
+        store(at, 1, range(3))
+    for other in ([], ["bfloat16", "float32"], ["float32", "float16"]):
+        with opened(module, tmp_path, state_dtypes=other) as at:
+            assert found(at, range(3)) == []
+    with opened(module, tmp_path, state_dtypes=["float16", "float32"]) as at:
         assert found(at, range(3)) == [0, 1, 2]
 
 
@@ -274,9 +292,13 @@ def test_settings_that_would_have_no_effect_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_unknown_or_missing_is_named(module: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown root_dir; it knows config, model, adapters"):
+def test_unknown_or_missing_settings_are_named(module: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown keys root_dir; known keys are config, model, adapters"):
         module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, root_dir="x")
+    with pytest.raises(ConfigError, match=r"model must be a name for the weights .*, got ' '; leave it out"):
+        module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, model=" ")
+    with pytest.raises(ConfigError, match=r"state_dtypes must be a list of names .* got 'float16'"):
+        module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, state_dtypes="float16")
     with pytest.raises(ConfigError, match="nvme is missing"), opened(module, tmp_path, config={}):
         pass
 

@@ -1,4 +1,4 @@
-"""The worker's half: when it waits, and when it does not."""
+"""Test the worker side of the connector: when it waits for copies, and when it does not."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import DOCUMENT, IN, OUT, Engine
 from tests.adapters.vllm_stub import HOST
+from tierstore.adapters.compute_rate import ComputeRate
 from tierstore.adapters.vllm import worker as working
 from tierstore.adapters.vllm.config import Settings
-from tierstore.adapters.vllm.costs import ComputeRate
 from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.requests import Step
@@ -26,7 +26,7 @@ from tierstore.types import Tier
 
 
 def _loading() -> Engine:
-    """A document is on its way into the engine's blocks, and stands still."""
+    """Return an engine that is loading a document, and hold the copy back."""
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()
@@ -44,9 +44,7 @@ def _half(engine: Engine) -> WorkerHalf:
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_a_report_waits_for_what_ends_only_while_nothing_is_computed(
-    idle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_waits_for_completions_only_in_idle_steps(idle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _loading()
     half, waits = _half(engine), 0
 
@@ -65,7 +63,7 @@ def test_a_report_waits_for_what_ends_only_while_nothing_is_computed(
     engine.close()
 
 
-def test_a_report_with_nothing_on_its_way_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_does_not_wait_when_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(HOST)
     half = _half(engine)
     monkeypatch.setattr(half._wakeup, "wait", lambda *_: pytest.fail("it waits"))
@@ -77,7 +75,7 @@ def test_a_report_with_nothing_on_its_way_waits_for_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("lane", [OUT, IN])
-def test_a_worker_is_told_whether_its_step_computes_nothing_and_is_there_for_what_is_on_its_way(
+def test_step_is_idle_only_if_it_computes_nothing_and_transfers_are_in_flight(
     lane: tuple[Tier, Tier],
 ) -> None:
     engine = _loading() if lane == IN else _storing()
@@ -112,7 +110,7 @@ def test_a_copy_that_does_not_end_keeps_the_engine_awake(monkeypatch: pytest.Mon
     half.rest_s = 0.0
     monkeypatch.setattr(engine.scheduler, "_workers_here", lambda: [half])
     assert engine.scheduler.reset_cache() is False
-    with pytest.raises(TimeoutError, match="cannot go away"):
+    with pytest.raises(TimeoutError, match="are still in flight; wait and try again"):
         engine.workers[0].unregister_kv_caches()
     engine.copies[0].open()
     half.rest_s = 60.0
@@ -122,7 +120,7 @@ def test_a_copy_that_does_not_end_keeps_the_engine_awake(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("may_sleep", [True, False])
-def test_workers_elsewhere_are_waited_for_where_their_memory_may_go_away(may_sleep: bool) -> None:
+def test_cache_reset_waits_for_remote_workers_if_their_memory_may_go_away(may_sleep: bool) -> None:
     engine = _storing()
     engine.scheduler._deployment = replace(engine.scheduler._deployment, memory_may_go=may_sleep)
     assert engine.scheduler.reset_cache() is not may_sleep
@@ -134,7 +132,7 @@ def test_workers_elsewhere_are_waited_for_where_their_memory_may_go_away(may_sle
 
 
 def _storing() -> Engine:
-    """A document is on its way out of the engine's blocks, and stands still."""
+    """Return an engine in the middle of storing a document, with the copy held back."""
     engine = Engine(HOST)
     engine.pace = 0.0
     engine.copies[0].hold(OUT)
@@ -145,12 +143,12 @@ def _storing() -> Engine:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_engines_that_step_together_wait_for_no_copy_of_one_of_them(engines: int) -> None:
+def test_data_parallel_engines_do_not_wait_for_copies(engines: int) -> None:
     config = stub.vllm_config({"config": HOST})
     config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_index = engines, 0
     kv = stub.kv_cache_config(4, stub.FullAttentionSpec(2))
     worker = stub.load_connector().TierStoreConnector(config, stub.Role.WORKER, kv)
-    worker._rank = lambda: 0
+    worker._rank = worker._stage = lambda: 0
     worker.register_kv_caches({"layer": torch.zeros(4, 1, 2, 8)})
     assert (worker._worker.idle_s > 0) is (engines == 1)
     worker.shutdown()
@@ -164,7 +162,7 @@ def _hello_of(tiers: dict[str, object]) -> Any:
     return half.hello
 
 
-def test_a_worker_says_what_its_disk_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reports_its_disk_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def ask(directory: Path, page_nbytes: int) -> Rates:
@@ -183,12 +181,13 @@ def test_a_worker_says_what_its_disk_gives(tmp_path: Path, monkeypatch: pytest.M
     assert asked == [128, 128]
 
 
-def test_of_several_workers_the_slowest_disk_counts(tmp_path: Path) -> None:
+def test_slowest_disk_of_several_workers_counts(tmp_path: Path) -> None:
     disk = {"path": tmp_path, "capacity": 1 << 20}
     for load, seconds in (("if_faster", 3.0), ("always", None)):
         engine = Engine({**HOST, "nvme": disk}, load=load)
         hello = _half(engine).hello
         hellos = [replace(hello, rank=rank, read_rate=rate) for rank, rate in enumerate((256.0, 64.0, None))]
-        costs = measured(engine.half._terms, hellos, engine.half._tiers.store, ComputeRate())
-        assert (None if costs is None else costs.load_s(3, 3)) == seconds
+        tiers = engine.half._tiers
+        costs = measured(engine.half._terms, hellos, tiers.store, ComputeRate(), tiers.loads, float)
+        assert (None if costs is None else costs.queues().load_s(3, 3)) == seconds
         engine.close()

@@ -1,4 +1,4 @@
-"""A small random Llama in float32, a store with room for a few of its prompts, and the questions tests ask of both."""
+"""A small random Llama in float32, a store for a few of its prompts, and functions that run requests with both."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -27,13 +27,18 @@ from tierstore.store import TierStore
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 PAGE = 8
+NEW = 7
+"""Tokens of an answer, unless a test asks for another number."""
 VOCABULARY = 97
 
 
 def tiny_llama(
     num_kv_heads: int = 2, num_layers: int = 3, seed: int = 0, vocabulary: int = VOCABULARY
 ) -> LlamaForCausalLM:
-    """4 query heads of 8 dimensions. Large weights, so that logits lie far apart and equal answers mean something."""
+    """Return a Llama with 4 query heads of 8 dimensions.
+
+    Its large weights keep logits far apart, so that wrong K/V lead to other answers.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -51,7 +56,7 @@ def tiny_llama(
 
 
 def strong(model: Model) -> Model:
-    """The model with larger weights, for inference over a store."""
+    """Enlarge the weights of the model, prepare it for inference with a store, and return it."""
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,9 +82,9 @@ def open_store(
     codec: str = "none",
     payload: str = "auto",
 ) -> Iterator[TierStore]:
-    """A store of ``hbm`` pages on the model's device and ``host`` pages, and a disk tier in ``disk``.
+    """Yield a store with ``hbm`` pages on the model's device, ``host`` in host memory, and an NVMe tier in ``disk``.
 
-    At the end nothing may have leaked.
+    At the end, require that no page leaked.
     """
     specs = page_specs(model, page_size, draft=draft)
     nbytes = sum(spec.page_nbytes for spec in specs)
@@ -91,20 +96,20 @@ def open_store(
     with TierStore.open(load_config(config), specs) as store:
         yield store
         store.check()
-        # Nothing is owned or leased any more: the whole of HBM can be had.
+        # All of HBM can be allocated only if nothing is owned or leased any more.
         store.free(store.allocate(hbm, timeout_s=PATIENCE_S))
 
 
 @dataclass
 class Fed:
-    """Widths of the forward passes of a model."""
+    """A record of a model's forward passes. ``widths`` contains the number of tokens of each pass."""
 
     widths: list[int]
 
 
 @contextmanager
 def watch(model: PreTrainedModel) -> Iterator[Fed]:
-    """What the model computes while this is open."""
+    """Record the forward passes of the model while the context is open."""
     fed = Fed([])
 
     def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -119,16 +124,21 @@ def watch(model: PreTrainedModel) -> Iterator[Fed]:
 def generate(
     model: PreTrainedModel, prompt: list[int], cache: TierStoreCache | None, **options: Any
 ) -> list[int]:
-    """The new tokens, greedy unless ``options`` say otherwise."""
-    out = generate_batch(model, torch.tensor([prompt]), cache, **options)
+    """Generate greedily unless ``options`` say otherwise. Return the new tokens.
+
+    The mask of ones says that no token is padding. Without a mask, transformers treats each pad token in the prompt
+    as padding, and a prompt that contains an earlier answer may contain one.
+    """
+    mask = torch.ones(1, len(prompt), dtype=torch.long, device=model.device)
+    out = generate_batch(model, torch.tensor([prompt]), cache, **{"attention_mask": mask} | options)
     return [int(token) for token in out[0, len(prompt) :]]
 
 
 def generate_batch(
     model: PreTrainedModel, ids: torch.Tensor, cache: TierStoreCache | None, **options: Any
 ) -> torch.Tensor:
-    """All rows, prompts included."""
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 11, "pad_token_id": 0} | options
+    """Generate greedily unless ``options`` say otherwise. Return all rows, prompts included."""
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0} | options
     if cache is not None:
         given[cache_argument(model)] = cache
     out: torch.Tensor = model.generate(ids.to(model.device), **given)  # type: ignore[operator]
@@ -136,7 +146,7 @@ def generate_batch(
 
 
 def plain_batch(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What transformers answers by itself, all rows, prompts included."""
+    """Return the rows that transformers generates without a store, prompts included."""
     model.set_attn_implementation("sdpa")
     try:
         return generate_batch(model, ids, None, **options)
@@ -145,14 +155,14 @@ def plain_batch(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> to
 
 
 def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts side by side, and their mask."""
+    """Return the prompts as rows padded on the left, and their mask."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
 
 def plain(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
-    """What transformers answers by itself."""
+    """Return the new tokens that transformers generates without a store."""
     model.set_attn_implementation("sdpa")
     try:
         return generate(model, prompt, None, **options)
@@ -163,7 +173,7 @@ def plain(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int
 def ask(
     store: TierStore, model: PreTrainedModel, prompt: list[int], **options: Any
 ) -> tuple[list[int], TierStoreCache]:
-    """Answer over the store and close the cache. Asserts that exactly the tokens not reused were fed, once each."""
+    """Generate an answer with the store. Require that each token that was not reused was fed exactly once."""
     with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
         answer = generate(model, prompt, cache, **options)
         assert cache.get_seq_length() == len(prompt) + len(answer) - 1

@@ -1,13 +1,16 @@
-"""vLLM without vLLM: its scheduler's and its workers' calls in their order, over tensors whose every cell is checked.
+"""Simulated vLLM: makes the calls of its scheduler and workers in their order, and checks each cell of the tensors.
 
-What a token's cell holds follows from all tokens up to it and from the weights' epoch, so a forward pass that reads a
-cell of another page, of another group, of an unwritten block or of old weights is an AssertionError. Blocks are reused
-as soon as they are free, at random; steps may be scheduled ahead of the workers; everything between the halves is
-pickled. All groups overlay the same tensors.
+The content of a token's cell depends on all tokens up to it and on the epoch of the weights. A forward pass therefore
+raises AssertionError if it reads a cell of another page, of another group, of an unwritten block or of old weights.
+Blocks are reused as soon as they are free, in random order. Steps can be scheduled ahead of the workers. Everything
+between the scheduler and the workers is pickled. All groups overlay the same tensors. A state is one value in all
+cells of its block, and so is the content of a ring. As in vLLM, steps end where a block of states ends, and the engine
+then offers the states for storing.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import random
@@ -40,12 +43,12 @@ from tierstore.types import Tier
 OUT, IN = (Tier.HBM, Tier.HOST), (Tier.HOST, Tier.HBM)
 LAYERS, HEADS, CELL = 2, 1, 4
 BUDGET = 4
-"""Tokens of one step."""
+"""Maximum tokens of a step."""
 DOCUMENT = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
 class ImpatientWakeup(Wakeup):
-    """Whoever waits in a worker waits for copies that a test holds back: they go on then."""
+    """Lets held-back copies continue as soon as a worker waits for them."""
 
     gates: list[GatedCopies]
     lanes: tuple[tuple[Tier, Tier], ...] = (OUT,)
@@ -62,22 +65,27 @@ class Request:
     request_id: str
     tokens: list[int]
     most: int
-    """Ends with so many tokens."""
+    """The request ends when it has this many tokens."""
     status: str = "waiting"
     num_computed_tokens: int = 0
     tables: Tables = field(default_factory=list)
-    """Its blocks, by group; empty: it has none."""
+    """The request's blocks, by group. Empty if it has none."""
     started: bool = False
     told: bool = False
     failed: bool = False
     life: int = 0
-    """Goes up with every preemption: what steps of an earlier one give is not its any more."""
+    """Incremented by every preemption. Results of steps from before the preemption are ignored."""
     in_flight: int = 0
-    """Tokens of steps that have not been done."""
+    """Tokens of steps that are scheduled but not done."""
     sampling: bool = False
     cached: int = 0
-    """Tokens that did not have to be computed when it began last."""
+    """Tokens that did not have to be computed when the request last began."""
     lora_request: stub.LoRARequest | None = None
+    skip_reading_prefix_cache: bool = False
+    elsewhere: int = 0
+    """Leading tokens that another connector (of vLLM's ``MultiConnector``) loads if this connector offers none."""
+    beside: bool = True
+    """Whether the other connector loads them while the request waits, or within the step in which it begins."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,12 +106,14 @@ class Step:
     output: Any
     metadata: bytes
     work: list[tuple[Request, int, int, Tables, int]]
-    """Request, first token, tokens, and its blocks and life when it was scheduled."""
+    """Request, first token, number of tokens, and the request's blocks and life when the step was scheduled."""
     number: int
+    fills: list[tuple[Request, int, int, Tables]]
+    """The loads of another connector: request, first token, end, and the request's blocks."""
 
 
 class Part(NamedTuple):
-    """What a request has of a step. ``blocks``: those that are new; where it begins, all it has."""
+    """A request's part of a step. ``blocks`` are its new blocks, or all its blocks if the request starts or resumes."""
 
     request: Request
     blocks: Tables
@@ -111,10 +121,17 @@ class Part(NamedTuple):
 
 
 class Engine:
-    """``ahead``: steps scheduled before the workers are done with the first of them. ``kinds``: the KV groups.
+    """A simulated engine: vLLM's scheduler, a worker per rank, and the connector between them.
 
-    ``pinners``: of the ranks whose host memory is page-locked, by rank. ``more`` goes to the connector's extra
-    configuration.
+    Args:
+        config: Configuration of the store.
+        ahead: Number of steps that are scheduled before the workers have done the first of them.
+        kinds: The KV groups.
+        interval: vLLM's ``prefix_cache_retention_interval`` for the connector. The engine's own cache keeps everything.
+        drafts: Numbers of the groups of a draft model.
+        pinners: For some ranks, the object that page-locks the rank's host memory.
+        clears: Whether new blocks are cleared before the connector is called, as in model runner V2.
+        more: Passed to the connector's extra configuration.
     """
 
     def __init__(
@@ -127,7 +144,15 @@ class Engine:
         seed: int = 0,
         events: bool = False,
         kinds: Sequence[Kind] = FULL,
+        interval: int | None = None,
+        drafts: Sequence[int] = (),
         pinners: Mapping[int, Pinner] | None = None,
+        role: str = "kv_both",
+        caching: bool = True,
+        worker_caching: bool = True,
+        met: bool = True,
+        stages: int = 1,
+        clears: bool = False,
         **more: Any,
     ) -> None:
         self.connector = stub.load_connector()
@@ -145,42 +170,77 @@ class Engine:
         self.done_steps = 0
         self.epoch = 0
         self.adapters: list[dict[int, bytes]] = [{} for _ in range(ranks)]
-        """What each worker has loaded, by ``lora_int_id``: what the files held then."""
+        """For each worker, the contents of the adapter files when it loaded them, by ``lora_int_id``."""
         self.recomputed = 0
-        """Loads that failed."""
+        """Number of loads that failed."""
         self.broken = False
-        """Whether a wrong cell was read: what follows says nothing."""
+        """Whether a wrong cell was read. If so, later checks mean nothing."""
         self.taken = 0
-        """Tokens that came from outside."""
+        """Number of tokens loaded from the store."""
         self.answers: dict[str, list[int]] = {}
         self._names = 0
+        self._rings: dict[tuple[int, Request, int], tuple[int, int]] = {}
+        """The request's life and number of tokens when a ring was last filled, by rank, request and group."""
+        self.fills: list[tuple[Request, int, int, Tables]] = []
+        self.filled = 0
+        """Number of tokens that another connector loaded."""
+        self.clears = clears
         kv = stub.kv_cache_config(blocks + 1, *(kind.spec for kind in kinds), hash_block_size=BLOCK)
+        kv.prefix_cache_retention_interval = interval
+        for number in drafts:
+            kv.kv_cache_groups[number].is_eagle_group = True
+        kv.needs_kv_cache_zeroing = clears
         extra = {"config": config, **more}
         largest = max(kind.size for kind in kinds)
         layers = [
-            [torch.zeros(blocks + 1, HEADS, largest, CELL) for _ in range(LAYERS)] for _ in range(ranks)
+            [
+                torch.zeros(blocks + 1, HEADS, largest, CELL)
+                for _ in range(LAYERS + self._stage(rank, ranks, stages))
+            ]
+            for rank in range(ranks)
         ]
         self.tensors = [
             [[t.view(blocks + 1, HEADS, kind.size, -1) for t in tensors] for kind in kinds]
             for tensors in layers
         ]
-        """By rank, group and layer."""
+        """The KV tensors, by rank, group and layer."""
         self.copies: list[GatedCopies] = []
         self.records: list[GatedRecords] = []
-        self.workers = [self._worker(extra, kv, rank, ranks) for rank in range(ranks)]
-        role = stub.Role.SCHEDULER
-        vllm_config = stub.vllm_config(extra, ranks, events=events)
-        self.scheduler = self.connector.TierStoreConnector(vllm_config, role, kv)
-        hellos = {r: worker.get_handshake_metadata() for r, worker in enumerate(self.workers)}
-        self.scheduler._workers_here = list  # they are in other processes
-        self.scheduler.set_xfer_handshake_metadata(pickle.loads(pickle.dumps(hellos)))
-        self.placement._next_spill = math.inf
+        here = stub.vllm_config(extra, ranks, role=role, caching=worker_caching, stages=stages)
+        self.workers = [
+            self._worker(here, kv, rank, self._stage(rank, ranks, stages)) for rank in range(ranks)
+        ]
+        vllm_config = stub.vllm_config(extra, ranks, events=events, role=role, caching=caching, stages=stages)
+        vllm_config.use_v2_model_runner = here.use_v2_model_runner = clears
+        self.scheduler = self.connector.TierStoreConnector(vllm_config, stub.Role.SCHEDULER, kv)
+        if clears:
+            self.scheduler.bind_gpu_block_pool(self.pool)
+        self.scheduler._workers_here = list  # as if the workers were in other processes
         self.pace = 1.0
-        """How likely a lane lets a transfer go in a step."""
+        """The probability that a held lane lets a transfer go in a step."""
+        if met:
+            self.meet()
 
-    def _worker(self, extra: dict[str, Any], kv: Any, rank: int, ranks: int) -> Any:
-        worker = self.connector.TierStoreConnector(stub.vllm_config(extra, ranks), stub.Role.WORKER, kv)
+    def meet(self) -> None:
+        """Run the first step, as a serving engine does before there is a request."""
+        assert self.scheduler.has_pending_push_work()
+        self.steps.append(self._schedule())
+        self._work()
+        self.placement._next_spill = math.inf
+
+    @staticmethod
+    def _stage(rank: int, ranks: int, stages: int) -> int:
+        """Return the pipeline stage of a rank. Stage ``n`` has ``n`` more layers than the first one."""
+        return rank * stages // ranks
+
+    def _worker(self, vllm_config: Any, kv: Any, rank: int, stage: int) -> Any:
+        kv = copy.deepcopy(kv)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            for group in kv.kv_cache_groups:
+                group.layer_names = [f"{name}.of.{stage}" for name in group.layer_names]
+        worker = self.connector.TierStoreConnector(vllm_config, stub.Role.WORKER, kv)
         worker._rank = lambda: rank
+        worker._stage = lambda: stage
         wakeup = ImpatientWakeup()
         wakeup.gates = []
 
@@ -220,14 +280,34 @@ class Engine:
     def placement(self) -> Any:
         return self.half._tiers.store._directory.writeback
 
-    # -- what callers do ------------------------------------------------------------------------------------------
+    # -- calls of users -------------------------------------------------------------------------------------------
 
     def add(
-        self, tokens: list[int], more: int, name: str | None = None, lora: stub.LoRARequest | None = None
+        self,
+        tokens: list[int],
+        more: int,
+        name: str | None = None,
+        lora: stub.LoRARequest | None = None,
+        *,
+        reads: bool = True,
+        elsewhere: int = 0,
+        beside: bool = True,
     ) -> str:
-        """``name``: used again, as soon as vLLM has forgotten who had it before."""
+        """Queue a request, and return its name.
+
+        ``name`` can be reused as soon as vLLM has forgotten the earlier request of this name. ``reads`` says whether
+        the request may read cached KV.
+        """
         self._names += 1
-        request = Request(name or f"r{self._names}", list(tokens), len(tokens) + more, lora_request=lora)
+        request = Request(
+            name or f"r{self._names}",
+            list(tokens),
+            len(tokens) + more,
+            lora_request=lora,
+            skip_reading_prefix_cache=not reads,
+            elsewhere=elsewhere,
+            beside=beside,
+        )
         assert request.request_id not in self.requests, "duplicate request id"
         self.requests[request.request_id] = request
         self.queue.append(request)
@@ -245,20 +325,23 @@ class Engine:
             self._preempt(request)
 
     def forget(self) -> None:
-        """The engine's own prefix cache is emptied."""
+        """Empty the engine's own prefix cache."""
         self.pool.forget()
 
     def change_weights(self) -> None:
-        """As ``reset_prefix_cache(reset_running_requests=True, reset_connector=True)`` after new weights came.
+        """Change the weights, and reset the prefix cache, running requests and connector, as one call of vLLM does.
 
-        vLLM cannot do that while requests wait for loads: they go first.
+        vLLM cannot reset the cache while requests wait for loads, so these requests are aborted first.
         """
         self._pause()
         self.epoch += 1
         assert self.scheduler.reset_cache()
 
     def sleep(self) -> None:
-        """All levels: requests wait, and the KV memory goes away. Scheduler and workers are in one process."""
+        """Pause all requests and discard the KV memory, as vLLM does at every sleep level.
+
+        The scheduler can reach the workers directly, as when both are in one process.
+        """
         self._pause()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.scheduler, "_workers_here", lambda: [w._worker for w in self.workers])
@@ -271,7 +354,7 @@ class Engine:
             layer.fill_(-1.0)
 
     def _pause(self) -> None:
-        """Everything that vLLM does before it resets its caches."""
+        """Do everything that vLLM does before it resets its caches."""
         while self.steps:
             self._work()
         for request in [r for r in self.requests.values() if r.status == "loading"]:
@@ -281,7 +364,7 @@ class Engine:
         self.forget()
 
     def spill(self) -> None:
-        """The time of a timed spill has come."""
+        """Run a step in which a timed spill is due."""
         self.placement._next_spill = 0.0
         self.step()
         self.placement._next_spill = math.inf
@@ -294,7 +377,7 @@ class Engine:
             self._work()
 
     def run(self, most: int = 3000) -> None:
-        """Until no request is left and nothing is on its way."""
+        """Step until no request is left and nothing is in flight."""
         for _ in range(most):
             if not (self.requests or self.half.pending or self.deferred):
                 self.placement._next_spill = math.inf
@@ -325,23 +408,54 @@ class Engine:
         cached = self._go_on()
         new, resumed = self._admit(BUDGET - sum(part.tokens for part in cached))
         parts = [*cached, *new, *resumed]
-        # As it is scheduled: what happens to a request meanwhile changes nothing of this step.
+        # Copy the state as scheduled: later changes of a request must not change this step.
         work = [(r, r.num_computed_tokens, count, _copied(r.tables), r.life) for r, _, count in parts]
-        output = _output(cached, new, resumed, self.ended)
+        output = _output(
+            cached, new, resumed, self.ended, self._offers(parts), self.pool.taken if self.clears else []
+        )
+        self.pool.taken = []
         self.ended.clear()
+        fills, self.fills = self.fills, []
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         for request, _, count in parts:
             request.num_computed_tokens += count
             request.in_flight += count
             request.sampling = request.num_computed_tokens == request.num_tokens
         self.number += 1
-        return Step(output, metadata, work, self.number)
+        return Step(output, metadata, work, self.number, fills)
+
+    def _offers(self, parts: Sequence[Part]) -> dict[str, list[tuple[int, int, int]]]:
+        """Return offers to store the states at block ends after this step, mixed with offers that must be refused."""
+        offers: dict[str, list[tuple[int, int, int]]] = {}
+        for number, kind in enumerate(self.pool.kinds):
+            for request, _, count in parts:
+                end = request.num_computed_tokens + count
+                if not kind.state or end % kind.size or self.dice.random() < 0.2:
+                    continue
+                block = request.tables[number][end // kind.size - 1]
+                noise = [(number, 0, end), (number, block, end - 1), (number, block, end + kind.size)]
+                offers.setdefault(request.request_id, []).extend([(number, block, end), *noise])
+                offers.setdefault("gone", []).append((number, block, kind.size))
+        return offers
+
+    def _end(self, request: Request, start: int, budget: int) -> int:
+        """Return the token at which a step of at most ``budget`` tokens ends."""
+        end = min(request.num_tokens, start + budget)
+        size = max((kind.size for kind in self.pool.kinds if kind.state), default=0)
+        if not size:
+            return end
+        stops = [end, (request.num_tokens - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if end < request.num_tokens:
+            stops = [min(at, end // size * size) for at in stops]
+        return min((at for at in stops if start < at <= end), default=start)
 
     def _go_on(self) -> list[Part]:
-        """Those that run, in their order, as far as there are tokens and blocks."""
+        """Schedule running requests in order, as far as the token budget and the free blocks allow."""
         budget, parts = BUDGET, []
         for request in list(self.running):
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = self._end(request, request.num_computed_tokens, budget) - request.num_computed_tokens
             if request not in self.running or request.sampling or count <= 0:
                 continue
             fresh = self._grow(request, request.num_computed_tokens + count)
@@ -352,10 +466,10 @@ class Engine:
         return parts
 
     def _admit(self, budget: int) -> tuple[list[Part], list[Part]]:
-        """Those that wait, as far as there are tokens and blocks: what begins, and what begins again."""
+        """Schedule waiting requests while tokens and blocks are left. Return the new requests and the resumed ones."""
         new: list[Part] = []
         resumed: list[Part] = []
-        # Those that hold blocks come first, as in vLLM: else they would wait for each other.
+        # As in vLLM, requests that hold blocks come first. Otherwise they could wait for each other.
         for request in sorted(self.queue, key=lambda r: not r.tables):
             if budget <= 0:
                 break
@@ -370,7 +484,7 @@ class Engine:
                 break
             if request.status == "loading":
                 continue
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = self._end(request, request.num_computed_tokens, budget) - request.num_computed_tokens
             budget -= count
             (resumed if request.started else new).append(Part(request, _copied(request.tables), count))
             self._runs(request)
@@ -383,7 +497,10 @@ class Engine:
         self.running.append(request)
 
     def _grow(self, request: Request, tokens: int) -> Tables | None:
-        """Blocks for so many tokens, preempting others; None: it was preempted itself."""
+        """Add blocks for ``tokens`` tokens, preempting others if needed.
+
+        Return the new blocks, or None if the request itself was preempted.
+        """
         self.pool.give_back(request.tables, request.num_computed_tokens - request.in_flight)
         while self.pool.need(request.tables, tokens) > len(self.free):
             victim = self.running[-1]
@@ -393,32 +510,49 @@ class Engine:
         return self.pool.grow(request.tables, tokens)
 
     def _begin(self, request: Request, budget: int) -> bool | None:
-        """Gives a waiting request its blocks; False if there are not enough, None if it is to be asked again."""
+        """Give a waiting request its blocks. Return False if there are too few, or None to ask again later."""
         if request.num_computed_tokens:
-            end = min(request.num_tokens, request.num_computed_tokens + budget)
-            return self._extend(request, end)
-        here, tables = self.pool.local(request.block_hashes, request.num_tokens - 1)
+            end = self._end(request, request.num_computed_tokens, budget)
+            return self._extend(request, end) if end > request.num_computed_tokens else None
+        most = 0 if request.skip_reading_prefix_cache else request.num_tokens - 1
+        here, tables = self.pool.local(request.block_hashes, most)
         outside, beside = self.scheduler.get_num_new_matched_tokens(request, here)
         if outside is None:
             return None
         assert outside % self.pool.unit == 0
-        computed = here + outside
+        filled = 0
+        if not outside:
+            most = min(request.elsewhere, request.num_tokens - 1) // self.pool.unit * self.pool.unit
+            filled = max(0, most - here)
+            beside = bool(filled) and request.beside
+        computed = here + outside + filled
         assert computed < request.num_tokens
+        end = computed if beside else self._end(request, computed, budget)
+        if end == computed and not beside:
+            return None
         self.pool.hold(tables)
-        if outside:
+        if computed > here:
             self.pool.release(
                 [[*table[: self._gone(number, computed)]] for number, table in enumerate(tables)]
             )
             self.pool.nulls(tables, computed)
-        end = computed if beside else min(request.num_tokens, computed + budget)
-        if self.pool.need(tables, request.num_tokens) > len(self.free) - self._reserved():
+        states = sum(kind.state for kind in self.pool.kinds) if computed > here else 0
+        if self.pool.need(tables, request.num_tokens) + states > len(self.free) - self._reserved():
             self.pool.release(tables)
             return False
+        before = len(self.pool.taken)
+        if computed > here:
+            self.pool.grow(tables, computed)  # a state that is loaded has a block of its own
         self.pool.grow(tables, end)
+        if beside:
+            del self.pool.taken[before:]  # vLLM does not clear blocks that a load fills
         request.tables = tables
         self._tell(request, outside)
+        if filled:
+            self.fills.append((request, here, computed, _copied(tables)))
         request.num_computed_tokens = request.cached = computed
         self.taken += outside
+        self.filled += filled
         if beside:
             request.status, request.told, request.failed = "loading", False, False
         return True
@@ -432,7 +566,7 @@ class Engine:
         self.scheduler.update_state_after_alloc(request, blocks, outside)
 
     def _reserved(self) -> int:
-        """Blocks that requests with a load still need: without them nobody might go on."""
+        """Return how many blocks the loading requests still need. Without this reserve, they could all wait forever."""
         return sum(self.pool.need(r.tables, r.num_tokens) for r in self.queue if r.tables)
 
     def _extend(self, request: Request, tokens: int) -> bool:
@@ -451,7 +585,7 @@ class Engine:
             self.pool.cache(request.block_hashes, request.tables, request.num_computed_tokens)
 
     def _free(self, request: Request) -> None:
-        """Its blocks may be reused, but only after the steps that may still write them."""
+        """Free the request's blocks once all steps that can still write to them are done."""
         tables, request.tables = request.tables, []
         if self.steps or request.in_flight:
             self.deferred.append((self.number + 1, tables))
@@ -491,15 +625,26 @@ class Engine:
 
     def _on(self, rank: int, step: Step) -> Any:
         worker, metadata = self.workers[rank], pickle.loads(step.metadata)
+        if self.clears:
+            for block in step.output.new_block_ids_to_zero:
+                for layer in (layer for layers in self.tensors[rank] for layer in layers):
+                    layer[block].fill_(-2.0)
         worker.handle_preemptions(metadata)
+        for request, start, end, tables in step.fills:
+            self._fill(rank, request, start, end, tables)
         self._pass(self.copies[rank])
         loads_first = self.dice.random() < 0.5  # before vLLM 0.32
         if loads_first:
             worker.start_load_kv(None)
         self._load_adapters(rank, [request.lora_request for request, *_ in step.work])
-        for request, start, count, tables, _ in step.work:
+        for request, start, count, tables, life in step.work:
             for group, table in enumerate(tables):
-                self._forward(rank, request, start, count, group, table)
+                if self.pool.kinds[group].ring:
+                    self._fill_ring(rank, request, start, count, group, table[0], life)
+                elif self.pool.kinds[group].state:
+                    self._advance(rank, request, start, count, group, table)
+                else:
+                    self._forward(rank, request, start, count, group, table)
         if not loads_first:
             worker.start_load_kv(None)
         if step.work or self.dice.random() < 0.5:
@@ -516,35 +661,32 @@ class Engine:
         )
 
     def _pass(self, gate: Gate) -> None:
-        """Each of the gate's lanes that is held lets one transfer go now and then; what has passed ends."""
+        """Let each held lane of the gate pass one transfer, with probability ``pace``, and wait for these transfers."""
         for lane in sorted(gate.holding):
             if self.dice.random() < self.pace:
                 gate.let_go(lane, 1)
         gate.settle()
 
     def _load_adapters(self, rank: int, wanted: Sequence[stub.LoRARequest | None]) -> None:
-        """As vLLM's workers: files are read once for each id, and again where a request asks for it."""
+        """Load adapters as vLLM's workers do: once for each id, and again if a request asks for it."""
         for lora in wanted:
             if lora is not None and (lora.load_inplace or lora.lora_int_id not in self.adapters[rank]):
                 files = sorted(Path(lora.lora_path).iterdir())
                 self.adapters[rank][lora.lora_int_id] = b"".join(file.read_bytes() for file in files)
 
     def drop_adapter(self, number: int) -> None:
-        """Other adapters needed its place: it is loaded again when it is used next."""
+        """Unload an adapter, as if another adapter needed its slot. Its next use loads it again."""
         for loaded in self.adapters:
             loaded.pop(number, None)
 
     def _forward(
         self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
     ) -> None:
-        """Writes all tokens of the step, after it has read those that the first of them sees."""
+        """Check the cells of earlier tokens that the step's first token sees, and write those of the step's tokens."""
         kind = self.pool.kinds[group]
-        weights: object = self.epoch
-        if request.lora_request is not None:
-            weights = (self.epoch, self.adapters[rank][request.lora_request.lora_int_id])
         for i in range(kind.seen_from(start), start + count):
             block, at = table[i // kind.size], i % kind.size
-            want = float(crc32(repr((weights, rank, group, request.tokens[: i + 1])).encode()) >> 8)
+            want = self._want(rank, request, group, i + 1)
             for layer, tensor in enumerate(self.tensors[rank][group]):
                 cell = tensor[block, 0, at]
                 if i >= start:
@@ -555,6 +697,56 @@ class Engine:
                     raise AssertionError(
                         f"{request.request_id} reads another's token {i} in block {block} of rank {rank}"
                     )
+
+    def _advance(
+        self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
+    ) -> None:
+        """Check the state that the step starts from, and write the state that it leaves, often into the same block."""
+        size = self.pool.kinds[group].size
+        if start:
+            self._require_all(rank, request, group, table[(start - 1) // size], start)
+        self._fill_all(rank, request, group, table[(start + count - 1) // size], start + count)
+
+    def _fill_ring(
+        self, rank: int, request: Request, start: int, count: int, group: int, block: int, life: int
+    ) -> None:
+        """Check what the previous step left in the ring, unless this step is the request's first, and fill the ring."""
+        ring = (rank, request, group)  # not the name, because names are reused
+        if start and self._rings.get(ring) == (life, start):
+            self._require_all(rank, request, group, block, start)
+        self._fill_all(rank, request, group, block, start + count)
+        self._rings[ring] = (life, start + count)
+
+    def _want(self, rank: int, request: Request, group: int, tokens: int) -> float:
+        weights: object = self.epoch
+        if request.lora_request is not None:
+            weights = (self.epoch, self.adapters[rank][request.lora_request.lora_int_id])
+        return float(crc32(repr((weights, rank, group, request.tokens[:tokens])).encode()) >> 8)
+
+    def _require_all(self, rank: int, request: Request, group: int, block: int, tokens: int) -> None:
+        want = self._want(rank, request, group, tokens)
+        for layer, tensor in enumerate(self.tensors[rank][group]):
+            if not block or not bool((tensor[block] == want + layer).all()):
+                self.broken = True
+                raise AssertionError(
+                    f"{request.request_id} reads another's state in block {block} of rank {rank}"
+                )
+
+    def _fill_all(self, rank: int, request: Request, group: int, block: int, tokens: int) -> None:
+        assert block, f"{request.request_id} writes where it has no block"
+        for layer, tensor in enumerate(self.tensors[rank][group]):
+            tensor[block].fill_(self._want(rank, request, group, tokens) + layer)
+
+    def _fill(self, rank: int, request: Request, start: int, end: int, tables: Tables) -> None:
+        """Write the KV of tokens ``[start, end)``, as if another connector had loaded it."""
+        for group, (kind, table) in enumerate(zip(self.pool.kinds, tables, strict=True)):
+            if kind.state:
+                self._fill_all(rank, request, group, table[(end - 1) // kind.size], end)
+            for i in range(start, 0 if kind.state or kind.ring else end):
+                block = table[i // kind.size]
+                for layer, tensor in enumerate(self.tensors[rank][group]):
+                    if block:
+                        tensor[block, 0, i % kind.size].fill_(self._want(rank, request, group, i + 1) + layer)
 
     def _update(self, step: Step, outputs: list[Any]) -> None:
         self.deferred, due = (
@@ -582,7 +774,8 @@ class Engine:
                     self.answers[request.request_id] = request.tokens
                     self._finish(request)
         self.scheduler.update_connector_output(merged)
-        for name in merged.finished_recving or ():
+        filled = {request.request_id for request, *_ in step.fills if request.beside}
+        for name in filled | (merged.finished_recving or set()):
             assert name in self.requests, f"{name} was told of when it had ended"
             request = self.requests[name]
             if request.status == "loading":
@@ -606,8 +799,15 @@ class Engine:
                 self.recomputed += 1
 
 
-def _output(cached: list[Part], new: list[Part], resumed: list[Part], ended: set[str]) -> Any:
-    """As much of vLLM's ``SchedulerOutput`` as is read."""
+def _output(
+    cached: list[Part],
+    new: list[Part],
+    resumed: list[Part],
+    ended: set[str],
+    offers: dict[str, list[tuple[int, int, int]]],
+    cleared: list[int],
+) -> Any:
+    """Return the part of vLLM's ``SchedulerOutput`` that the connector reads."""
     again = [*cached, *resumed]
     return SimpleNamespace(
         scheduled_new_reqs=[
@@ -626,6 +826,8 @@ def _output(cached: list[Part], new: list[Part], resumed: list[Part], ended: set
         ),
         num_scheduled_tokens={part.request.request_id: part.tokens for part in [*again, *new]},
         finished_req_ids=set(ended),
+        new_block_ids_to_zero=cleared,
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offers),
     )
 
 

@@ -1,10 +1,11 @@
-"""A state machine over the simulated engine: requests, aborts, preemptions, copies that take long or fail, new weights.
+"""A state machine of the simulated engine: requests, aborts, preemptions, slow or failing copies, new weights.
 
-The engine itself checks every cell that it reads; the machine asks for any order of events, and that all of it ends.
+The engine checks every cell that it reads. The machine draws random events, and requires that all work ends.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from itertools import count
@@ -29,12 +30,18 @@ KINDS: tuple[tuple[Kind, ...], ...] = (
     (Kind(size=4), Kind(window=5), Kind(window=5)),
     (Kind(chunk=4), Kind()),
     (Kind(window=4),),
+    (Kind(), Kind(state=True)),
+    (Kind(state=True, size=4), Kind(size=4), Kind(state=True, size=4), Kind(window=3)),
+    (Kind(state=True),),
+    (Kind(ring=True, size=4), Kind()),
 )
-"""KV groups of models: windows beside full attention, blocks of two sizes, local chunks, windows alone."""
+"""KV groups of models: full attention; windows beside it; blocks of two sizes; local chunks; windows alone; recurrent
+states beside full attention, beside windows too, and alone; a ring, which is not stored, beside full attention.
+"""
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Real copies and a real disk behind gates; the engine around them is simulated."""
+    """Runs a simulated engine with random events. Copies and the disk are real, and gates can hold them back."""
 
     @initialize(
         ranks=st.integers(1, 2),
@@ -43,28 +50,61 @@ class EngineMachine(RuleBasedStateMachine):
         nvme=st.booleans(),
         seed=st.integers(0, 9),
         kinds=st.sampled_from(KINDS),
+        staged=st.booleans(),
     )
     def start(
-        self, ranks: int, ahead: int, host: int, nvme: bool, seed: int, kinds: tuple[Kind, ...]
+        self,
+        ranks: int,
+        ahead: int,
+        host: int,
+        nvme: bool,
+        seed: int,
+        kinds: tuple[Kind, ...],
+        staged: bool,
     ) -> None:
         self.folder = tempfile.mkdtemp()
         page_nbytes = PAGE_NBYTES * max(kind.size for kind in kinds) // BLOCK
+        stages = ranks if staged else 1
+        page_nbytes = page_nbytes * (1 + stages) // 2  # the second stage has three layers, not two
         slots = host * len(kinds)
         config: dict[str, object] = {"host": {"capacity": ranks * slots * page_nbytes, "pin": "never"}}
         if nvme:
             config["nvme"] = {"path": self.folder, "capacity": ranks << 20, "flush": "10ms"}
         self.blocks = 8 * len(kinds)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(saves, "MOST_A_STEP", 1 + seed % 2)  # so that some wait
-        self.patch.setattr(loads, "MOST_A_STEP", 1 + seed % 3)  # and some come in pieces
+        self.patch.setattr(saves, "MOST_A_STEP", 1 + seed % 2)  # so that some saves wait
+        self.patch.setattr(loads, "MOST_A_STEP", 1 + seed % 3)  # and some loads come in pieces
         self.patch.setattr(loads, "MOST_IF_IDLE", 1 + seed % 2)
-        self.engine = Engine(config, blocks=self.blocks, ranks=ranks, ahead=ahead, seed=seed, kinds=kinds)
+        interval = (None, 0, 2 * math.lcm(*(kind.size for kind in kinds)))[seed % 3]
+        self.engine = Engine(
+            config,
+            blocks=self.blocks,
+            ranks=ranks,
+            ahead=ahead,
+            seed=seed,
+            kinds=kinds,
+            interval=interval,
+            stages=stages,
+            clears=seed % 3 == 2,
+        )
         self.copies_take_so_long(0.5)
 
     @precondition(lambda self: len(self.engine.requests) < 5)
     @rule(document=st.sampled_from(DOCUMENTS), tokens=st.integers(3, 9), more=st.integers(1, 4))
     def ask(self, document: list[int], tokens: int, more: int) -> None:
         self.engine.add(document[:tokens], more, self._name())
+
+    @precondition(lambda self: len(self.engine.requests) < 5)
+    @rule(
+        document=st.sampled_from(DOCUMENTS),
+        more=st.integers(1, 4),
+        tokens=st.integers(2, 8),
+        beside=st.booleans(),
+    )
+    def ask_for_what_another_connector_has(
+        self, document: list[int], more: int, tokens: int, beside: bool
+    ) -> None:
+        self.engine.add(document, more, self._name(), elsewhere=tokens, beside=beside)
 
     @precondition(lambda self: len(self.engine.requests) < 5)
     @rule(document=st.sampled_from(DOCUMENTS), more=st.integers(1, 4))
@@ -123,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.records[rank % len(self.engine.records)].fail_next(lane, page)
 
     def _name(self) -> str:
-        """The first that vLLM would take: ids are used again as soon as it has forgotten who had them."""
+        """Return the first id that vLLM would accept. Ids are reused as soon as vLLM has forgotten their request."""
         return next(name for number in count() if (name := f"r{number}") not in self.engine.requests)
 
     @invariant()

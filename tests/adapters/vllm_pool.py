@@ -1,7 +1,7 @@
-"""The simulated engine's blocks: one pool for all KV groups, their tables, and what is found by its hash.
+"""The blocks of the simulated engine: one pool for all KV groups, their block tables, and a prefix cache by hash.
 
-A block belongs to one group at a time and is reused as soon as it is free, at random. Block 0 stands in tables for
-those that a window has given back.
+A block belongs to one group at a time and is reused as soon as it is free, in random order. Block 0 is the null block.
+In tables, it replaces blocks that a window has given back, and states that were never kept.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from hashlib import sha256
 from tests.adapters import vllm_stub as stub
 
 BLOCK = 2
-"""Tokens of one hash."""
+"""Tokens per hash."""
 Tables = list[list[int]]
 
 
 def hashes_of(tokens: Sequence[int], adapter: tuple[str, str] | None = None) -> list[bytes]:
-    """One for each ``BLOCK`` tokens, of all tokens up to its end, and of the name and path of a LoRA adapter."""
+    """Return a hash for each block of ``BLOCK`` tokens.
+
+    The hash covers all tokens up to the end of the block, and the name and path of a LoRA adapter.
+    """
     hashes, parent = [], b"root" if adapter is None else repr(adapter).encode()
     for i in range(BLOCK, len(tokens) + 1, BLOCK):
         parent = sha256(parent + repr(list(tokens[i - BLOCK : i])).encode()).digest()
@@ -30,25 +33,46 @@ def hashes_of(tokens: Sequence[int], adapter: tuple[str, str] | None = None) -> 
 
 @dataclass(frozen=True)
 class Kind:
-    """A group: tokens of a block, and how many tokens a token sees, itself included, or the chunk whose it sees."""
+    """A KV group.
+
+    Attributes:
+        size: Tokens per block.
+        window: How many tokens a token sees, itself included.
+        chunk: Tokens per chunk. A token sees only its own chunk.
+        state: Whether a block holds the state after its last computed token.
+        ring: Whether each request has a single block.
+    """
 
     size: int = BLOCK
     window: int | None = None
     chunk: int | None = None
+    state: bool = False
+    ring: bool = False
 
     @property
     def spec(self) -> stub.Spec:
-        """The same as vLLM has it."""
+        """vLLM's spec for this group."""
         if self.window is not None:
             return stub.SlidingWindowSpec(self.size, self.window)
         if self.chunk is not None:
             return stub.ChunkedLocalAttentionSpec(self.size, self.chunk)
-        return stub.FullAttentionSpec(self.size)
+        if self.state:
+            return stub.MambaSpec(self.size)
+        return stub.CircularBufferSpec(self.size) if self.ring else stub.FullAttentionSpec(self.size)
+
+    def lacks(self, table: Sequence[int], tokens: int) -> int:
+        """Return how many blocks a table lacks for ``tokens`` tokens."""
+        if self.ring:
+            return 1 - len(table)
+        lacking = max(0, -(-tokens // self.size) - len(table))
+        return min(1, lacking) if self.state else lacking
 
     def seen_from(self, token: int) -> int:
-        """The first token that this one sees."""
+        """Return the first token that ``token`` sees."""
         if self.window is not None:
             return max(0, token + 1 - self.window)
+        if self.state:
+            return max(0, token - 1)
         return 0 if self.chunk is None else token // self.chunk * self.chunk
 
 
@@ -56,29 +80,47 @@ FULL = (Kind(),)
 
 
 class Pool:
-    """``number`` blocks besides the null block."""
+    """A pool of ``number`` blocks and the null block."""
 
     def __init__(self, number: int, kinds: Sequence[Kind], dice: random.Random) -> None:
         self.kinds = tuple(kinds)
-        self.unit = math.lcm(*(kind.size for kind in kinds))
+        self.unit = math.lcm(*(kind.size for kind in kinds if not kind.ring))
         self.free = list(range(1, number + 1))
+        self.taken: list[int] = []
+        """Blocks that were free and have been taken. The engine empties this list in every step."""
         self._owners = [0] * (number + 1)
         self._by_hash: dict[tuple[int, bytes], int] = {}
         self._hash_of: dict[int, tuple[int, bytes]] = {}
         self._dice = dice
 
+    @property
+    def blocks(self) -> range:
+        """Stands in for the list of blocks in vLLM's pool."""
+        return range(len(self._owners))
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Add an owner to each block, as vLLM's pool does."""
+        self.hold([list(blocks)])
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        """Remove an owner from each block, as vLLM's pool does."""
+        self.release([list(blocks)])
+
     def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[int] | None:
-        """As vLLM's pool."""
+        """Return the cached block of each group, or None if a group has none, as vLLM's pool does."""
         found = [self._by_hash.get((group, block_hash)) for group in groups]
         return None if None in found else [block for block in found if block is not None]
 
     def forget(self) -> None:
-        """Nothing is found any more."""
+        """Empty the prefix cache."""
         self._by_hash.clear()
         self._hash_of.clear()
 
     def local(self, hashes: Sequence[bytes], tokens: int) -> tuple[int, Tables]:
-        """The longest prefix, of at most so many tokens, of which each group has what it needs; and its blocks."""
+        """Return the length of the longest prefix for which every group has all needed blocks, and these blocks.
+
+        The length is in tokens, at most ``tokens``.
+        """
         for end in range(tokens // self.unit * self.unit, 0, -self.unit):
             tables = [self._found(number, hashes, end) for number in range(len(self.kinds))]
             if None not in tables:
@@ -86,54 +128,55 @@ class Pool:
         return 0, [[] for _ in self.kinds]
 
     def nulls(self, tables: Tables, tokens: int) -> Tables:
-        """The tables, as long as what is not needed after so many tokens, with null blocks there."""
+        """Put null blocks in place of blocks that are not needed after ``tokens`` tokens. Return the tables."""
         for kind, table in zip(self.kinds, tables, strict=True):
             gone = kind.seen_from(tokens) // kind.size
             table[:gone] = [0] * gone
         return tables
 
     def need(self, tables: Tables, tokens: int) -> int:
-        """Blocks that are lacking for so many tokens."""
-        return sum(
-            max(0, -(-tokens // kind.size) - len(table))
-            for kind, table in zip(self.kinds, tables, strict=True)
-        )
+        """Return the number of blocks still needed to hold ``tokens`` tokens."""
+        return sum(kind.lacks(table, tokens) for kind, table in zip(self.kinds, tables, strict=True))
 
     def grow(self, tables: Tables, tokens: int) -> Tables:
-        """Gives the tables what they lack; the blocks that are new in each."""
-        fresh = [
-            self._take(-(-tokens // kind.size) - len(table))
-            for kind, table in zip(self.kinds, tables, strict=True)
-        ]
+        """Give the tables the blocks that they lack, and return the new blocks of each table."""
+        fresh = []
+        for kind, table in zip(self.kinds, tables, strict=True):
+            lacking = kind.lacks(table, tokens)
+            nulls = -(-tokens // kind.size) - len(table) - lacking if kind.state else 0
+            fresh.append([*[0] * nulls, *self._take(lacking)])
         for table, blocks in zip(tables, fresh, strict=True):
             table += blocks
         return fresh
 
     def give_back(self, tables: Tables, tokens: int) -> None:
-        """Frees what is not needed after so many tokens."""
+        """Free the blocks that are not needed after ``tokens`` tokens."""
         for kind, table in zip(self.kinds, tables, strict=True):
             for i in range(min(kind.seen_from(tokens) // kind.size, len(table))):
                 block, table[i] = table[i], 0
                 self.release([[block]])
 
     def hold(self, tables: Tables) -> None:
-        """One more owner of each block."""
+        """Add an owner to each block."""
         for block in (block for table in tables for block in table if block):
             if not self._owners[block]:
                 self.free.remove(block)
             self._owners[block] += 1
 
     def release(self, tables: Tables) -> None:
-        """One owner less."""
+        """Remove an owner from each block. A block without owners becomes free."""
         for block in (block for table in tables for block in table if block):
             self._owners[block] -= 1
             if not self._owners[block]:
                 self.free.append(block)
 
     def cache(self, hashes: Sequence[bytes], tables: Tables, tokens: int) -> None:
-        """Full blocks are found by their hashes from now on."""
+        """Add full blocks to the prefix cache."""
         for number, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
-            for i, block in enumerate(table[: tokens // kind.size]):
+            full = 0 if kind.ring else tokens // kind.size
+            if kind.state and tokens % kind.size:
+                continue
+            for i, block in list(enumerate(table[:full]))[-1 if kind.state else 0 :]:
                 name = (number, self._hash(number, hashes, i))
                 if block and name not in self._by_hash and block not in self._hash_of:
                     self._by_hash[name] = block
@@ -141,6 +184,8 @@ class Pool:
 
     def _found(self, number: int, hashes: Sequence[bytes], end: int) -> list[int] | None:
         kind = self.kinds[number]
+        if kind.ring:
+            return []
         gone = kind.seen_from(end) // kind.size
         found = [
             self._by_hash.get((number, self._hash(number, hashes, i))) for i in range(gone, end // kind.size)
@@ -157,5 +202,6 @@ class Pool:
             if block in self._hash_of:
                 del self._by_hash[self._hash_of.pop(block)]
             self._owners[block] = 1
+            self.taken.append(block)
             taken.append(block)
         return taken

@@ -1,4 +1,4 @@
-"""The connector without vLLM: stands in for the few classes that it derives from, as they are in vLLM 0.32."""
+"""Stand-ins for the few vLLM classes that the connector derives from, as in vLLM 0.32, to test it without vLLM."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 HOST: dict[str, Any] = {"host": {"capacity": 6 * 64, "pin": "never"}}
-"""Settings of the store: six pages of 64 bytes in host memory."""
+"""Settings of a store with six pages of 64 bytes in host memory."""
 
 
 class Role(Enum):
@@ -20,7 +21,7 @@ class Role(Enum):
 
 
 class Base:
-    """``KVConnectorBase_V1``, as far as it is used."""
+    """Stands in for ``KVConnectorBase_V1``."""
 
     def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
         self._kv_transfer_config = vllm_config.kv_transfer_config
@@ -29,16 +30,28 @@ class Base:
 
 
 class Plain:
-    """Any of the classes of metadata."""
+    """Stands in for vLLM's metadata classes."""
 
 
 class SupportsHMA:
-    """A connector that takes several KV groups."""
+    """Marks a connector that supports several KV groups."""
+
+
+class KVConnectorFactory:
+    """Stands in for vLLM's registry of connectors."""
+
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Register a connector. Like vLLM, refuse a name that is registered already."""
+        assert name not in cls._registry
+        cls._registry[name] = module_path, class_name
 
 
 @dataclass
 class TransferResults:
-    """``KVConnectorTransferResults``."""
+    """Stands in for ``KVConnectorTransferResults``."""
 
     finished_sending: set[str]
     finished_recving: set[str]
@@ -47,14 +60,14 @@ class TransferResults:
 
 @dataclass
 class FullAttentionSpec:
-    """A group in which every token sees all before it."""
+    """A group in which every token sees all tokens before it."""
 
     block_size: int
 
 
 @dataclass
 class SlidingWindowSpec:
-    """A group in which a token sees so many, itself included."""
+    """A group in which a token sees ``sliding_window`` tokens, itself included."""
 
     block_size: int
     sliding_window: int
@@ -62,7 +75,7 @@ class SlidingWindowSpec:
 
 @dataclass
 class ChunkedLocalAttentionSpec:
-    """A group in which a token sees those of its chunk."""
+    """A group in which a token sees the tokens of its chunk."""
 
     block_size: int
     attention_chunk_size: int
@@ -70,14 +83,25 @@ class ChunkedLocalAttentionSpec:
 
 @dataclass
 class MambaSpec:
-    """A group of states."""
+    """A group of recurrent states."""
 
     block_size: int
+    mamba_cache_mode: str = "align"
+    shapes: tuple[tuple[int, ...], ...] = ((4,),)
+    dtypes: tuple[str, ...] = ("torch.float32",)
+
+
+@dataclass
+class CircularBufferSpec:
+    """A group with one block per request, which no later request can reuse."""
+
+    block_size: int
+    prefix_cacheable: bool = False
 
 
 @dataclass
 class LoRARequest:
-    """vLLM's, as far as it is used."""
+    """Stands in for vLLM's ``LoRARequest``."""
 
     lora_name: str
     lora_int_id: int
@@ -86,11 +110,11 @@ class LoRARequest:
     tensorizer_config_dict: dict[str, Any] | None = None
 
 
-Spec = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
+Spec = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec | CircularBufferSpec
 
 
 def load_connector() -> ModuleType:
-    """``tierstore.adapters.vllm.connector`` over the stand-ins; vLLM is not left behind as imported."""
+    """Import ``tierstore.adapters.vllm.connector`` with the stand-ins, which are then removed from ``sys.modules``."""
     name = "tierstore.adapters.vllm.connector"
     if name not in sys.modules:
         stubs = _stubs()
@@ -118,28 +142,43 @@ def _stubs() -> dict[str, ModuleType]:
     }.items():
         setattr(base, name, found)
     stubs[BASE.rpartition(".")[0]].base = base  # type: ignore[attr-defined]
+    stubs[FACTORY] = ModuleType(FACTORY)
+    stubs[FACTORY].KVConnectorFactory = KVConnectorFactory  # type: ignore[attr-defined]
     return stubs
 
 
-def vllm_config(extra: dict[str, Any], ranks: int = 1, *, events: bool = False) -> Any:
-    """As much of ``VllmConfig`` as is read."""
+def vllm_config(
+    extra: dict[str, Any],
+    ranks: int = 1,
+    *,
+    events: bool = False,
+    role: str = "kv_both",
+    caching: bool = True,
+    stages: int = 1,
+) -> Any:
+    """Return the part of ``VllmConfig`` that the connector reads."""
     hf = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, _commit_hash="abc")
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra, kv_role=role),
         model_config=SimpleNamespace(
             model="org/name", revision=None, hf_config=hf, quantization=None, dtype="float32"
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=caching
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=ranks, pipeline_parallel_size=1, world_size=ranks, data_parallel_size=1
+            tensor_parallel_size=ranks // stages,
+            pipeline_parallel_size=stages,
+            world_size=ranks,
+            data_parallel_size=1,
         ),
     )
 
 
 def kv_cache_config(num_blocks: int, *specs: Spec, hash_block_size: int | None = None) -> Any:
-    """As much of ``KVCacheConfig`` as is read, with one group a spec."""
+    """Return the part of ``KVCacheConfig`` that the connector reads, with one group for each spec."""
     groups = [
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"group.{number}"])
         for number, spec in enumerate(specs)

@@ -1,4 +1,4 @@
-"""Long seeded walks over the rules of the machine, most steps on caches: they reach what short cases do not."""
+"""Long random walks over the rules of the adapter's state machine, to reach states that short cases do not reach."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEIGHTS = {
 
 
 def walk(kind: type[AdapterMachine], seed: int, steps: int) -> None:
-    """The same steps for the same seed. Raises what the machine raises."""
+    """Run ``steps`` random rules. The same seed gives the same rules. Raises what the machine raises."""
     random = Random(seed)
     machine = kind()
     try:

@@ -1,4 +1,4 @@
-"""Tiny random models of the classes that transformers has, and what becomes of their answers over a store."""
+"""Small random models of the transformers classes, and a check that a store does not change their logits."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -25,7 +25,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 WINDOW = 16
 MOST_PARAMETERS = 120_000_000
 TOLERANCE = 1e-4
-"""Of the largest logit; a wrong page shows as far more (``Outcome.control``)."""
+"""Relative to the largest logit. A wrong page causes a far larger error (``Outcome.control``)."""
 
 _TEXT: dict[str, Any] = {
     "attention_chunk_size": WINDOW,
@@ -113,31 +113,33 @@ _ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("num_experts_per_tok", "n_group"),
     ("num_key_value_heads",),
 )
-"""What is left out of the sizes above, one after the other, until a configuration is accepted."""
+"""Sizes to leave out of those above, tried in this order until a model works. ``+mrope`` adds rope parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one class of models.
+    """The result for one class of models.
 
-    equal      logits over the store are those of plain transformers
-    refused    one ValueError, before any answer
-    wrong      other logits than those of plain transformers
-    error      another error, over the store only
-    not run    no tiny model of it can be made or run here, by itself
+    equal      with the store, logits equal those of plain transformers
+    refused    a ValueError before any answer
+    wrong      with the store, logits differ from those of plain transformers
+    error      any other error that occurs only with the store
+    not run    no small model of the class can be made or can run without a store
     """
 
     name: str
     kind: Literal["equal", "refused", "wrong", "error", "not run"]
     why: str
     control: float = 0.0
-    """How far logits move by another token at the beginning, in units of the tolerance."""
+    """How far another token at the beginning moves the logits, in units of the tolerance."""
 
 
 def classes(
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
-    """Every class of models that writes text, with and without images, whose name is wanted: no other is imported."""
+    """Yield the config class and the model class of each wanted model that generates text from text or images.
+
+    Other models are not imported."""
     for mapping, names in (
         (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
@@ -150,7 +152,7 @@ def classes(
 
 
 def outcome(config: type[PreTrainedConfig], kind: type[PreTrainedModel]) -> Outcome:
-    """Make a tiny model of this class and compare it."""
+    """Make a small model of this class, and compare its logits with and without the store."""
     last: Outcome | None = None
     for without in _ATTEMPTS:
         model = _tiny(config, kind, without)
@@ -164,7 +166,7 @@ def outcome(config: type[PreTrainedConfig], kind: type[PreTrainedModel]) -> Outc
 
 
 def compare(model: PreTrainedModel) -> Outcome:
-    """Prompts cold, warm and parting, token by token and at once: their logits, against those without a cache."""
+    """Compare the logits computed with a store to those without a cache, for cold, warm and diverging prompts."""
     name = type(model).__name__
     first = _prompt(43, 0)
     parted = torch.cat([first[:, :29], _prompt(17, 1)], 1)
@@ -173,7 +175,7 @@ def compare(model: PreTrainedModel) -> Outcome:
     with torch.no_grad():
         try:
             expected = {ids: _plain(model, ids) for ids in (first, parted, other)}
-        except Exception as error:  # noqa: BLE001 - whatever transformers says of a model it cannot run
+        except Exception as error:  # noqa: BLE001 - transformers can raise anything for a model that it cannot run
             return Outcome(name, "not run", _short(error))
         model.set_attn_implementation(ATTENTION)
         try:
@@ -209,7 +211,7 @@ def _difference(
 
 
 def _plain(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits without a cache, ``[tokens, vocabulary]``, by the attention that knows everything, or else by SDPA."""
+    """Return the logits without a cache, ``[tokens, vocabulary]``, from eager attention or, failing that, from SDPA."""
     try:
         model.set_attn_implementation("eager")
         logits = model(input_ids=ids, use_cache=False).logits
@@ -223,7 +225,7 @@ def _plain(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def _tiny(
     config: type[PreTrainedConfig], kind: type[PreTrainedModel], without: tuple[str, ...]
 ) -> PreTrainedModel | str:
-    """The model, or why there is none."""
+    """Return the model, or the reason why it cannot be made."""
     try:
         made = _config(config, without)
         with torch.device("meta"):
@@ -232,7 +234,7 @@ def _tiny(
             return f"{size:,} parameters"
         torch.manual_seed(0)
         model: PreTrainedModel = kind(made).eval()
-    except Exception as error:  # noqa: BLE001 - whatever a class says of sizes that do not fit each other
+    except Exception as error:  # noqa: BLE001 - a class can raise anything for sizes that do not fit each other
         return _short(error)
     with torch.no_grad():
         for parameter in model.parameters():

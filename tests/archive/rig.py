@@ -1,4 +1,4 @@
-"""Archives of small made-up pages, and stores that are only a dictionary."""
+"""Archives of small generated pages, and stores that are just a dictionary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class TurnByTurn(asyncio.SelectorEventLoop):
-    """An event loop whose calls in a thread end in its next turn, so that a task waits as often in each run."""
+    """An event loop that finishes executor calls in its next turn, so that a task's waits are the same in every run."""
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -58,7 +58,7 @@ class TurnByTurn(asyncio.SelectorEventLoop):
 
 
 class CancelledAt(Generic[T]):
-    """Awaits ``work``, and has its task cancelled as it waits for the n-th time, from 1."""
+    """Awaitable that runs ``work`` and cancels the current task at wait number ``at`` of ``work``, counted from 1."""
 
     def __init__(self, at: int, work: Coroutine[Any, Any, T]) -> None:
         self._at = at
@@ -89,7 +89,7 @@ class CancelledAt(Generic[T]):
 
 
 def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of ``work``, or None if it was cancelled at the wait numbered ``at``."""
+    """Run ``work``, and cancel it at its wait number ``at``. Return its result, or None if that ended it."""
 
     async def play() -> T:
         return await CancelledAt(at, work)
@@ -102,7 +102,7 @@ def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
 
 
 def page(key: PageKey) -> NDArray[np.uint8]:
-    """The bytes of a key's page."""
+    """Return the bytes of the key's page."""
     return content(key).view(-1).view(torch.uint8).numpy()
 
 
@@ -121,7 +121,7 @@ def record(key: PageKey, parent: PageKey | None, description: Description = DESC
 
 @dataclass
 class Shelf:
-    """Source and sink: records by key, at most ``room`` of them."""
+    """A source and a sink of at most ``room`` records, which it keeps in a dictionary."""
 
     description: Description = DESCRIPTION
     records: dict[PageKey, Record] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Shelf:
 
     @classmethod
     def of(cls, *chains: Sequence[PageKey], description: Description = DESCRIPTION) -> Shelf:
-        """Sequences of pages, each the parent of the next."""
+        """Return a shelf with these chains of pages. Each page in a chain is the parent of the next."""
         shelf = cls(description)
         for keys in chains:
             for key, parent in zip(keys, [None, *keys], strict=False):
@@ -140,7 +140,7 @@ class Shelf:
         return self.records.get(key, "not found")
 
     def release(self, record: Record) -> None:
-        """It stays on the shelf."""
+        """Do nothing: the record stays on the shelf."""
 
     def has(self, key: PageKey) -> bool:
         return key in self.records
@@ -158,7 +158,7 @@ class Shelf:
         return Taken(len(records))
 
     def require_right(self) -> None:
-        """Every page has the bytes of its key, and every page before it is here."""
+        """Require that every page has the content that belongs to its key, and that its parent is on the shelf too."""
         for key, each in self.records.items():
             assert each.head.key == key
             np.testing.assert_array_equal(each.payload, page(key))
@@ -174,14 +174,14 @@ def imported(path: Path, sink: Shelf) -> Imported:
 
 
 def archive(path: Path, pages: int = 6) -> tuple[Path, list[PageKey]]:
-    """A file of one sequence."""
+    """Write an archive with one chain of pages, and return its path and the keys."""
     keys = chain(pages)
     exported(path, Shelf.of(keys))
     return path, keys
 
 
 def spoiled(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> Path:
-    """A copy of the file, changed."""
+    """Write a changed copy of the file, and return its path."""
     copy = path.with_name("spoiled.tier")
     copy.write_bytes(change(bytearray(path.read_bytes())))
     return copy

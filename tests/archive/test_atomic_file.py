@@ -1,4 +1,4 @@
-"""What is written to an output is in the file byte by byte, with direct writes, without, and where they are refused."""
+"""Test that a file holds exactly the bytes written: with direct writes, without them, and if the disk refuses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opened(path: Path, patch: pytest.MonkeyPatch) -> Output:
 
 
 def as_it_is(patch: pytest.MonkeyPatch) -> None:
-    """What the disk of the tests takes."""
+    """Change nothing: whether writes are direct depends on the disk that the tests use."""
 
 
 def not_direct(patch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def not_direct(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_later(patch: pytest.MonkeyPatch) -> None:
-    """Direct writes are promised, and each is refused."""
+    """Let the file be switched to direct writes, and then refuse each direct write."""
     write = os.pwrite
     not_direct: set[int] = set()
     patch.setattr(output, "set_direct", lambda fd: None)
@@ -59,7 +59,7 @@ def a_little_at_a_time(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("disk", [as_it_is, not_direct, refused_later, a_little_at_a_time])
-def test_pieces_of_any_length_make_the_file_that_they_are(
+def test_pieces_of_any_length_are_written_as_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     disk(monkeypatch)
@@ -80,7 +80,9 @@ def test_pieces_of_any_length_make_the_file_that_they_are(
         (tmp_path / "x").unlink()
 
 
-def test_what_was_in_the_file_beyond_its_end_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_bytes_beyond_the_end_of_the_file_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x").write_bytes(bytes(100_000))
     with opened(tmp_path / "x", monkeypatch) as file:
         file.write(b"short")
@@ -88,7 +90,7 @@ def test_what_was_in_the_file_beyond_its_end_is_gone(tmp_path: Path, monkeypatch
     assert (tmp_path / "x").read_bytes() == b"short"
 
 
-def test_a_full_disk_is_said_and_close_says_nothing_more(
+def test_full_disk_raises_and_close_raises_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, data: memoryview, offset: int) -> int:

@@ -1,28 +1,33 @@
-"""Pages out of one closed store's directory and into another's, as they are on disk."""
+"""Test copying records unchanged from the directory of one closed store into that of another."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Condition, Event
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.archive.rig import Shelf, exported, imported, run
+from tests.support import forked
 from tests.support.pages import PATIENCE_S, chain, nvme_capacity, page_tensor, tiers
+from tierstore.archive import closed_store
 from tierstore.archive.closed_store import open_sink, open_source, shards_of
 from tierstore.archive.export import Exported, write_archive
 from tierstore.archive.file_format import Description
 from tierstore.archive.intake import Imported, read_archive, read_contents
 from tierstore.errors import ArchiveError, ConfigError, TransferError
+from tierstore.nvme import extents, lmdb_pages, record_storage
 from tierstore.nvme.catalogue import Catalogue, Page
 from tierstore.nvme.disk_space import size, size_extents
 from tierstore.nvme.inspection import verify
@@ -43,7 +48,7 @@ def payload(request: pytest.FixtureRequest) -> str:
 
 
 def numbers(key: PageKey) -> torch.Tensor:
-    """A page of numbers that ``exp`` makes smaller."""
+    """Return a page of numbers that ``exp`` can compress."""
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
     return torch.randn(SPEC.shape, generator=generator).to(torch.bfloat16)
 
@@ -73,7 +78,7 @@ def fill(home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: s
 def require_answers(
     home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: str = "none"
 ) -> int:
-    """How many pages of a sequence the store serves; each has its numbers, bit by bit."""
+    """Return how many pages of the sequence the store serves. Require that each is exact to the bit."""
     with store(home, payload=payload, codec=codec) as opened, opened.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
         for key, slot in zip(keys, lease.slots, strict=False):
@@ -98,7 +103,7 @@ def import_(
         return run(read_archive(path, sink))
 
 
-def test_an_empty_store_elsewhere_serves_what_was_exported(tmp_path: Path, payload: str) -> None:
+def test_another_empty_store_serves_the_exported_pages(tmp_path: Path, payload: str) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys, payload=payload)
     done = export(tmp_path / "one", tmp_path / "x.tier")
@@ -109,7 +114,7 @@ def test_an_empty_store_elsewhere_serves_what_was_exported(tmp_path: Path, paylo
 
 
 @pytest.mark.parametrize("codec", ["none", "exp"])
-def test_encoded_records_travel_as_they_are_whatever_the_codec_at_the_other_end(
+def test_encoded_records_are_moved_unchanged_regardless_of_the_other_stores_codec(
     tmp_path: Path, payload: str, codec: str
 ) -> None:
     keys = chain(PAGES)
@@ -132,7 +137,7 @@ def test_encoded_records_travel_as_they_are_whatever_the_codec_at_the_other_end(
 
 
 @pytest.mark.parametrize("codec", ["int8+zstd", "k8v4"])
-def test_lossy_records_travel_as_they_are_and_only_into_a_store_of_their_loss(
+def test_lossy_records_are_moved_unchanged_and_only_between_equal_loss_classes(
     tmp_path: Path, payload: str, codec: str
 ) -> None:
     keys = chain(PAGES)
@@ -180,7 +185,7 @@ def test_a_store_that_has_some_pages_gets_the_others(tmp_path: Path, payload: st
     assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
 
 
-def test_what_follows_a_page_that_is_out_of_reach_is_taken_only_with_the_missing_page(
+def test_pages_after_an_unreachable_page_are_imported_only_with_the_missing_page(
     tmp_path: Path, payload: str
 ) -> None:
     keys = chain(PAGES)
@@ -203,13 +208,14 @@ def test_an_import_lowers_no_capacity(tmp_path: Path, payload: str) -> None:
     fill(tmp_path / "one", keys, payload=payload)
     export(tmp_path / "one", tmp_path / "x.tier")
     with pytest.raises(
-        ConfigError, match=r"nvme\.capacity is \d+ bytes, .* opened with \d+ before; set at least that"
+        ConfigError,
+        match=r"nvme\.capacity is .* \([0-9,]+ bytes\), but .* with .* \([0-9,]+ bytes\); use at least",
     ):
         import_(tmp_path / "x.tier", tmp_path / "one", payload=payload, pages=20)
     assert require_answers(tmp_path / "one", keys, payload=payload) == PAGES
 
 
-def test_the_budget_holds_and_what_does_not_fit_is_said(tmp_path: Path, payload: str) -> None:
+def test_import_keeps_the_budget_and_reports_pages_that_do_not_fit(tmp_path: Path, payload: str) -> None:
     keys = chain(16)
     fill(tmp_path / "one", keys)
     export(tmp_path / "one", tmp_path / "x.tier")
@@ -227,7 +233,7 @@ def test_the_budget_holds_and_what_does_not_fit_is_said(tmp_path: Path, payload:
     assert imported(tmp_path / "y.tier", Shelf(description)).complete
 
 
-def test_pages_for_which_there_is_no_place_take_those_after_them_along(
+def test_pages_that_find_no_slot_drop_their_successors_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain(PAGES)
@@ -247,7 +253,7 @@ def test_pages_for_which_there_is_no_place_take_those_after_them_along(
     assert export(tmp_path / "two", tmp_path / "y.tier").pages == 3
 
 
-def test_a_directory_that_takes_no_more_ends_the_import_and_keeps_what_it_took(
+def test_full_directory_ends_the_import_and_keeps_the_imported_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain(PAGES)
@@ -264,9 +270,7 @@ def test_a_directory_that_takes_no_more_ends_the_import_and_keeps_what_it_took(
     assert import_(tmp_path / "x.tier", tmp_path / "two").present == PAGES
 
 
-def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
-    tmp_path: Path, payload: str
-) -> None:
+def test_killed_import_leaves_a_prefix_and_can_be_completed(tmp_path: Path, payload: str) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys)
     export(tmp_path / "one", tmp_path / "x.tier")
@@ -284,8 +288,7 @@ def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
         "closed_store.ClosedSink._store = killed\n"
         "test_closed_store.import_(Path(sys.argv[1]), Path(sys.argv[2]), payload=sys.argv[3])\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "x.tier"), str(tmp_path / "two"), payload]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=120)
+    done = forked.run(program, tmp_path / "x.tier", tmp_path / "two", payload)
     assert done.returncode == -signal.SIGKILL
     assert require_answers(tmp_path / "two", keys, payload=payload) == 6
     rest = import_(tmp_path / "x.tier", tmp_path / "two", payload=payload)
@@ -293,7 +296,7 @@ def test_killed_while_it_imports_a_store_has_a_beginning_and_takes_the_rest(
     assert require_answers(tmp_path / "two", keys, payload=payload) == PAGES
 
 
-def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, payload: str) -> None:
+def test_damaged_record_is_skipped_and_named(tmp_path: Path, payload: str) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys, payload=payload)
     needle = numbers(keys[4]).view(torch.uint8).numpy().tobytes()[:64]
@@ -307,7 +310,7 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, payload: str) ->
     assert (got.pages, got.orphans) == (4, tuple(keys[5:]))
 
 
-def test_a_store_in_use_is_left_alone_at_both_ends(tmp_path: Path) -> None:
+def test_store_in_use_is_refused_for_export_and_import(tmp_path: Path) -> None:
     keys = chain(PAGES)
     fill(tmp_path / "one", keys)
     export(tmp_path / "one", tmp_path / "x.tier")
@@ -324,14 +327,14 @@ def test_pages_of_another_loss_class_or_key_scheme_make_no_directory(tmp_path: P
     ours = Description(LAYOUT)
     for description in (replace(ours, loss_class="int8"), replace(ours, key_scheme="tierstore-keys-9")):
         with (
-            pytest.raises(ArchiveError, match=r"but nvme\.codec|but this TierStore uses"),
+            pytest.raises(ArchiveError, match=r"but with nvme\.codec|but this TierStore uses"),
             open_sink(tmp_path / "two", description, capacity=1 << 20, codec="none", payload="lmdb"),
         ):
             raise AssertionError
     assert not (tmp_path / "two").exists()
 
 
-def test_nothing_can_be_exported_of_a_directory_without_pages(tmp_path: Path) -> None:
+def test_export_from_a_directory_without_pages_is_refused(tmp_path: Path) -> None:
     with store(tmp_path / "one"):
         pass
     (shard,) = shards_of(tmp_path / "one")
@@ -339,7 +342,7 @@ def test_nothing_can_be_exported_of_a_directory_without_pages(tmp_path: Path) ->
         raise AssertionError
 
 
-def test_a_directory_whose_marker_says_nothing_that_is_known_is_not_offered(tmp_path: Path) -> None:
+def test_directory_with_an_inconsistent_marker_is_not_offered(tmp_path: Path) -> None:
     fill(tmp_path / "one", chain(2))
     (shard,) = shards_of(tmp_path / "one")
     assert shard.description == Description(LAYOUT)
@@ -348,7 +351,7 @@ def test_a_directory_whose_marker_says_nothing_that_is_known_is_not_offered(tmp_
     assert shards_of(tmp_path / "one") == []
 
 
-def test_the_lock_is_let_go_whatever_happens(tmp_path: Path) -> None:
+def test_lock_is_released_after_any_exception(tmp_path: Path) -> None:
     fill(tmp_path / "one", chain(2))
     shard = shards_of(tmp_path / "one")[0]
     for _ in range(2):
@@ -360,3 +363,68 @@ def test_the_lock_is_let_go_whatever_happens(tmp_path: Path) -> None:
         ):
             raise KeyboardInterrupt
     assert exported(tmp_path / "x.tier", Shelf.of(chain(1))).pages == 1
+
+
+class Held:
+    """Makes reads of a record stop midway, in the LMDB map or in a file, until ``go_on`` is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, payload: str) -> None:
+        self.inside, self.go_on = Event(), Event()
+        module = lmdb_pages if payload == "lmdb" else extents
+        memory_for = record_storage.memory_for
+
+        def held(*args: Any) -> Any:
+            self.inside.set()
+            assert self.go_on.wait(60)
+            return memory_for(*args)
+
+        patch.setattr(module, "memory_for", held)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_in_its_wait(close: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as handler:
+        handler.setattr(Condition, "wait_for", interrupted)
+        close()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_read_in_progress_keeps_the_directory_open(
+    tmp_path: Path, payload: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Close the directory during a read. A signal handler interrupts the wait for the read, or the wait times out."""
+    keys = chain(2)
+    fill(tmp_path / "one", keys, payload=payload)
+    (shard,) = shards_of(tmp_path / "one")
+    monkeypatch.setattr(closed_store, "_CLOSE_S", 0.0)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+        read = Held(patch, payload)
+        with ExitStack() as going_on:
+            going_on.callback(read.go_on.set)
+            found = pool.submit(opened.enter_context(open_source(shard)).record, keys[0])
+            assert read.inside.wait(60)
+            if hangs:
+                opened.close()
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    interrupted_in_its_wait(opened.close, patch)
+            with pytest.raises(ConfigError, match="in use by process"), open_source(shard):
+                raise AssertionError
+        record = found.result()
+    assert isinstance(record, Record)
+    expected = numbers(keys[0]).view(torch.uint8).flatten().numpy()
+    np.testing.assert_array_equal(record.payload, expected)
+    gc.collect()  # the read has ended, so nothing keeps the directory open
+    with open_source(shard) as again:
+        assert isinstance(again.record(keys[1]), Record)
+
+
+def test_a_closed_source_reads_nothing(tmp_path: Path, payload: str) -> None:
+    fill(tmp_path / "one", chain(1), payload=payload)
+    (shard,) = shards_of(tmp_path / "one")
+    with open_source(shard) as source:
+        pass
+    assert source.record(chain(1)[0]) == "the tier is closed"

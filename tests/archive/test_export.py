@@ -1,4 +1,4 @@
-"""A file is written whole or not at all: cancelled anywhere, on a full disk, after a kill, beside another writer."""
+"""Test that an archive is written whole or not at all, despite cancellation, a full disk, a kill or another writer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import io
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from aiofiles.threadpool import wrap
 
 from tests.archive.rig import Shelf, archive, cancelled_at, exported, imported, run
+from tests.support import forked
 from tests.support.pages import chain
 from tierstore.archive import export, source_sink
 from tierstore.archive.atomic_file import Draft
@@ -29,7 +28,7 @@ from tierstore.errors import ArchiveError
 
 
 class Trouble:
-    """What ``wrap`` gives: counts its awaited calls, and meets trouble at one of them, before or after it."""
+    """A stand-in for the file from ``wrap``. Counts awaited calls, and awaits ``meet`` before or after one of them."""
 
     def __init__(self, file: io.BufferedWriter, at: int, meet: Callable[[], Awaitable[None]], *, after: bool):
         self._file = wrap(file)
@@ -88,7 +87,7 @@ def calls_of_a_whole_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pag
     ("meet", "error"),
     [(cancelled, asyncio.CancelledError), (full, OSError), (interrupted, KeyboardInterrupt)],
 )
-def test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
+def test_failure_at_any_write_leaves_no_draft_and_keeps_the_old_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     meet: Callable[[], Awaitable[None]],
@@ -97,9 +96,7 @@ def test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
 ) -> None:
     pages = 3
     total = calls_of_a_whole_export(tmp_path, monkeypatch, pages)
-    assert (
-        total == 2 + 2 * pages + 2
-    )  # header, records in two pieces, index, trailer, flush: that is all of them
+    assert total == 2 + 2 * pages + 2  # header, two pieces per record, index, trailer, flush
     old = tmp_path / "old.tier"
     old.write_bytes(b"what was there before")
     for at in range(1, total + 1):
@@ -120,7 +117,7 @@ def test_an_export_that_is_cancelled_at_any_of_its_waits_leaves_nothing(tmp_path
         waits += 1
     assert (
         waits >= 1 + 2 + 2 * 3 + 2 + 1
-    )  # the first page is read in a thread at least, each piece written, all of it synced
+    )  # at least: reading the first page in a thread, writing each piece, syncing the file
     assert imported(path, Shelf()).complete
 
 
@@ -147,14 +144,14 @@ def test_a_disk_that_is_really_full_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_gone_after_the_next(tmp_path: Path) -> None:
+def test_draft_of_a_killed_writer_is_removed_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "x.tier"
     program = (
         "import os, sys, pathlib; from tierstore.archive.atomic_file import Draft\n"
         "draft = Draft(pathlib.Path(sys.argv[1])); draft.file.write(b'x' * 100_000); draft.file.flush()\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=240)
+    done = forked.run(program, path)
     assert done.returncode == -signal.SIGKILL
     assert [each.name for each in tmp_path.iterdir()] == ["x.tier.part"]
     _, keys = archive(path)
@@ -162,21 +159,21 @@ def test_what_a_killed_writer_left_is_gone_after_the_next(tmp_path: Path) -> Non
     assert run(read_contents(path)).items[0].key == keys[0]
 
 
-def test_what_a_killed_writer_left_is_gone_after_the_next_that_fails_too(tmp_path: Path) -> None:
+def test_draft_of_a_killed_writer_is_removed_by_the_next_even_if_it_fails(tmp_path: Path) -> None:
     (tmp_path / "x.tier.part").write_bytes(b"half")
     with pytest.raises(ArchiveError, match="none of the 1 pages could be read"):
         exported(tmp_path / "x.tier", Shelf(), chain(1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_writers_of_one_file_are_told_apart(tmp_path: Path) -> None:
+def test_second_writer_of_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.tier"
     with Draft(path), pytest.raises(ArchiveError, match="being written by another"):
         archive(path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_comes_as_the_first_one_ends_does_not_write_into_its_file(
+def test_writer_starting_as_another_commits_does_not_write_into_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.tier"
@@ -204,26 +201,28 @@ def test_an_export_of_nothing_makes_no_file(tmp_path: Path, keys: list[Any]) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_is_no_place_for_a_file(tmp_path: Path) -> None:
+def test_export_to_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="is a directory"):
         archive(tmp_path)
     with pytest.raises(FileNotFoundError):
         archive(tmp_path / "missing" / "x.tier")
 
 
-def test_no_pipe_or_link_loses_its_name_to_a_file(tmp_path: Path) -> None:
+def test_export_does_not_replace_a_pipe_or_link(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "elsewhere")
     for place, found in ((pipe, "device, pipe or socket"), (link, "link")):
         before = place.lstat()
-        with pytest.raises(ArchiveError, match=rf"is a .*{found}.*; name a new or an existing regular file"):
+        with pytest.raises(
+            ArchiveError, match=rf"is a .*{found}.*; choose a path that is new or a regular file"
+        ):
             run(write_archive(place, [], Shelf()))
         assert place.lstat() == before
     assert sorted(tmp_path.iterdir()) == [link, pipe]
 
 
-def test_pages_that_are_not_there_are_named_and_the_others_written_once(tmp_path: Path) -> None:
+def test_missing_pages_are_named_and_the_others_written_once(tmp_path: Path) -> None:
     here, elsewhere = chain(3), chain(2, "elsewhere")
     done = exported(tmp_path / "x.tier", Shelf.of(here), [here[2], *elsewhere, *here, here[0]])
     assert done.missing == tuple((key, "not found") for key in elsewhere)
@@ -241,7 +240,7 @@ def test_equal_pages_make_equal_files_that_only_their_owner_reads(tmp_path: Path
     assert one.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_cancels_a_call_in_a_thread_waits_for_its_end(tmp_path: Path) -> None:
+def test_cancelling_a_call_in_a_thread_waits_for_its_end(tmp_path: Path) -> None:
     ended: list[int] = []
 
     async def play() -> None:

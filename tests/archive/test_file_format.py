@@ -1,4 +1,4 @@
-"""The bytes of an archive: what goes in comes out, and nothing that was changed is taken for what was written."""
+"""Test the bytes of an archive: parts are decoded as they were encoded, and changed bytes are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = LAYOUT.blob_nbytes
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[file_format.Item]:
-    """Records one behind the other, each after a page that comes anywhere in the file or is not in it."""
+    """Draw contiguous records. The parent of a record can be None, anywhere in the file, or missing from it."""
     keys = chain(draw(st.integers(0, 12)))
     outside = chain(1, "outside")[0]
     parents = [draw(st.sampled_from([None, outside, *keys[:i]])) for i in range(len(keys))]
@@ -41,7 +41,7 @@ def forests(draw: st.DrawFn) -> list[file_format.Item]:
 
 
 @given(forests())
-def test_an_index_comes_back_with_parents_before_children(items: list[file_format.Item]) -> None:
+def test_an_index_is_decoded_with_parents_before_children(items: list[file_format.Item]) -> None:
     head = file_format.header(DESCRIPTION)
     ordered = file_format.parents_first(items)
     indexed = file_format.index(ordered)
@@ -65,12 +65,14 @@ specs = st.builds(
     dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
     group=st.integers(0, 9),
     shard=st.just(3),
-    model=st.text(max_size=40).filter(lambda text: text.encode("utf-8", "replace").decode() == text),
+    model=st.text(min_size=1, max_size=40).filter(
+        lambda text: bool(text.strip()) and text.encode("utf-8", "replace").decode() == text
+    ),
 )
 
 
 @given(st.lists(specs, min_size=1, max_size=3), st.sampled_from(["exact", "int8"]))
-def test_a_description_comes_back(groups: list[PageSpec], loss_class: str) -> None:
+def test_a_description_is_decoded_unchanged(groups: list[PageSpec], loss_class: str) -> None:
     described = file_format.Description(PageLayout.of(groups), loss_class)
     raw = file_format.header(described)
     assert file_format.header_nbytes(raw) == len(raw)
@@ -78,7 +80,7 @@ def test_a_description_comes_back(groups: list[PageSpec], loss_class: str) -> No
     assert file_format.parse_header(raw).fingerprint == described.fingerprint
 
 
-def test_every_flipped_bit_of_header_index_and_trailer_shows() -> None:
+def test_every_flipped_bit_of_header_index_and_trailer_is_detected() -> None:
     head = file_format.header(DESCRIPTION)
     keys = chain(2)
     items = [
@@ -108,7 +110,7 @@ def test_every_flipped_bit_of_header_index_and_trailer_shows() -> None:
 
 
 def summed(version: int, described: dict[str, object]) -> bytes:
-    """A header whose checksum is right."""
+    """Return a header with a correct checksum."""
     body = json.dumps(described).encode()
     raw = b"TierArch" + version.to_bytes(2, "little") + bytes(2) + len(body).to_bytes(4, "little") + body
     return raw + xxh3_128_digest(raw)
@@ -117,7 +119,7 @@ def summed(version: int, described: dict[str, object]) -> bytes:
 def test_a_newer_version_is_named_before_anything_else() -> None:
     raw = bytearray(file_format.header(DESCRIPTION))
     raw[8] = file_format.VERSION + 1
-    with pytest.raises(ArchiveError, match=r"of version 2, but this TierStore reads version 1"):
+    with pytest.raises(ArchiveError, match=r"in format version 2, but this TierStore reads version 1"):
         file_format.parse_header(bytes(raw))
 
 
@@ -142,14 +144,14 @@ def test_a_header_that_describes_unknown_pages_is_refused_though_its_checksum_is
         file_format.parse_header(summed(1, {**described, **change}))
 
 
-def test_a_description_beyond_any_header_is_refused_when_it_is_written() -> None:
+def test_description_too_long_for_the_header_is_refused_at_write() -> None:
     spec = replace(SPEC, model="x" * (1 << 20))
     with pytest.raises(ArchiveError, match="shorter model name"):
         file_format.header(file_format.Description(PageLayout.of(spec)))
 
 
 @pytest.mark.parametrize("fault", ["twice", "child first", "gap", "too long", "other page"])
-def test_an_index_that_no_writer_makes_is_refused_though_its_checksum_is_right(fault: str) -> None:
+def test_impossible_index_with_a_valid_checksum_is_refused(fault: str) -> None:
     head_end = len(file_format.header(DESCRIPTION))
     keys = chain(2)
     one = file_format.Item(keys[0], None, 0, NBYTES, NBYTES, head_end, bytes(16))
@@ -168,8 +170,8 @@ def test_an_index_that_no_writer_makes_is_refused_though_its_checksum_is_right(f
         file_format.parse_index(indexed, trailer, head_end, NBYTES)
 
 
-def test_random_bytes_are_no_archive() -> None:
+def test_random_bytes_are_refused_as_an_archive() -> None:
     for seed in range(200):
         raw = random.Random(seed).randbytes(seed)
-        with pytest.raises(ArchiveError, match="not an archive"):
+        with pytest.raises(ArchiveError, match="not a page archive"):
             file_format.header_nbytes(raw)

@@ -1,4 +1,4 @@
-"""What is read from an archive is what was written, page by page, or it is refused and named."""
+"""Test reading an archive: pages are imported exactly as written, and bad files and pages are refused and named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.nvme.reader import Record
 from tierstore.page import PageLayout, PageSpec
 
 
-def test_a_tree_of_pages_comes_back_whole(tmp_path: Path) -> None:
+def test_tree_of_pages_is_imported_completely(tmp_path: Path) -> None:
     trunk = chain(4)
     source = Shelf.of(trunk, chain(3, "other"))
     for name in "ab":
@@ -43,7 +43,7 @@ def test_a_tree_of_pages_comes_back_whole(tmp_path: Path) -> None:
         assert each.raw == source.records[key].raw
 
 
-def test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_importing_again_changes_nothing_and_replaces_no_page(tmp_path: Path) -> None:
     path, keys = archive(tmp_path / "x.tier")
     sink = Shelf.of(keys[:2])
     before = dict(sink.records)
@@ -55,7 +55,7 @@ def test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(tmp_p
     sink.require_right()
 
 
-def test_a_page_whose_parent_is_nowhere_is_an_orphan_and_so_is_all_after_it(tmp_path: Path) -> None:
+def test_page_without_its_parent_and_its_descendants_are_orphans(tmp_path: Path) -> None:
     keys = chain(6)
     exported(tmp_path / "x.tier", Shelf.of(keys), keys[3:])
     empty = Shelf()
@@ -67,7 +67,7 @@ def test_a_page_whose_parent_is_nowhere_is_an_orphan_and_so_is_all_after_it(tmp_
     before_it.require_right()
 
 
-def test_a_page_after_one_that_is_there_but_out_of_reach_is_left_out(tmp_path: Path) -> None:
+def test_page_after_a_present_but_unreachable_page_is_not_imported(tmp_path: Path) -> None:
     keys = chain(6)
     exported(tmp_path / "x.tier", Shelf.of(keys), keys[3:])
     sink = Shelf()
@@ -86,7 +86,7 @@ def test_pages_after_a_gap_that_the_file_closes_are_taken(tmp_path: Path) -> Non
     sink.require_right()
 
 
-def test_a_full_store_takes_a_beginning_and_says_what_had_no_room(tmp_path: Path) -> None:
+def test_a_full_store_takes_the_first_pages_and_reports_the_rest_as_not_fitting(tmp_path: Path) -> None:
     path, keys = archive(tmp_path / "x.tier")
     sink = Shelf(room=4)
     done = imported(path, sink)
@@ -94,7 +94,7 @@ def test_a_full_store_takes_a_beginning_and_says_what_had_no_room(tmp_path: Path
     sink.require_right()
 
 
-def test_small_batches_take_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_import_the_same_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "_BATCH_PAGES", 2)
     path, keys = archive(tmp_path / "x.tier", 7)
     for room in range(8):
@@ -125,7 +125,7 @@ def test_a_page_that_its_store_cannot_decode_is_damaged_and_its_children_are_orp
     sink.require_right()
 
 
-def test_a_page_that_is_gone_again_at_the_end_is_not_counted_as_there(tmp_path: Path) -> None:
+def test_a_page_evicted_before_the_end_is_not_counted_as_present(tmp_path: Path) -> None:
     path, keys = archive(tmp_path / "x.tier")
 
     class Leaky(Shelf):
@@ -177,17 +177,17 @@ def end_of_another(raw: bytearray) -> bytearray:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (empty, "not an archive of pages"),
-        (zipped, "not an archive of pages"),
-        (pickled, "not an archive of pages"),
+        (empty, "not a page archive"),
+        (zipped, "not a page archive"),
+        (pickled, "not a page archive"),
         (cut, "truncated"),
         (grown, "truncated"),
         (halved, "truncated"),
-        (newer, r"of version 2, but this TierStore reads version 1"),
+        (newer, r"in format version 2, but this TierStore reads version 1"),
         (end_of_another, "damaged"),
     ],
 )
-def test_what_is_no_whole_archive_is_refused_by_name(
+def test_an_incomplete_archive_is_refused_by_name(
     tmp_path: Path, change: Callable[[bytearray], bytes], why: str
 ) -> None:
     path, _ = archive(tmp_path / "x.tier")
@@ -197,7 +197,7 @@ def test_what_is_no_whole_archive_is_refused_by_name(
     assert sink.records == {}
 
 
-def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_missing_file_raises_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         imported(tmp_path / "x.tier", Shelf())
 
@@ -244,7 +244,7 @@ def test_other_groups_schemes_and_losses_are_refused(tmp_path: Path) -> None:
             imported(path, Shelf(description))
 
 
-def test_a_record_of_a_codec_that_this_version_does_not_know_is_one_damaged_page(tmp_path: Path) -> None:
+def test_record_of_an_unknown_codec_is_one_damaged_page(tmp_path: Path) -> None:
     keys = chain(3)
     source = Shelf.of(keys)
     raw = bytearray(source.records[keys[1]].raw)
@@ -259,7 +259,7 @@ def test_a_record_of_a_codec_that_this_version_does_not_know_is_one_damaged_page
 # -- cancellation and reads that fail ---------------------------------------------------------------------------
 
 
-def test_an_import_that_is_cancelled_anywhere_keeps_whole_pages_with_all_before_them(
+def test_cancelled_import_keeps_whole_pages_with_all_their_ancestors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "_BATCH_PAGES", 1)
@@ -271,7 +271,7 @@ def test_an_import_that_is_cancelled_anywhere_keeps_whole_pages_with_all_before_
         kept.add(len(sink.records))
         waits, sink = waits + 1, Shelf()
     assert kept == {0, 1, 2, 3, 4}
-    assert waits >= 2 * 4 + 1 + 4  # header and index, the first page at least, each batch
+    assert waits >= 2 * 4 + 1 + 4  # at least: header and index, the first page, each batch
     sink.require_right()
     assert len(sink.records) == 4
 

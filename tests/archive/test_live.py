@@ -1,4 +1,4 @@
-"""Pages out of a running store, whichever tier has them, and into another."""
+"""Test exporting pages from any tier of a running store, and importing them into a running store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def export(store: TierStore, path: Path, keys: Sequence[PageKey]) -> None:
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
-def test_pages_leave_from_whichever_tier_has_them(tmp_path: Path, tier: Tier) -> None:
+def test_pages_are_exported_from_whichever_tier_has_them(tmp_path: Path, tier: Tier) -> None:
     keys = chain(6)
     with open_store(8, 8, tmp_path / "store") as store:
         write(store, keys)
@@ -67,7 +67,7 @@ def test_pages_leave_from_whichever_tier_has_them(tmp_path: Path, tier: Tier) ->
         require_nothing_held(store)
 
 
-def test_a_sequence_longer_than_memory_leaves_page_by_page(tmp_path: Path) -> None:
+def test_sequence_longer_than_memory_is_exported_page_by_page(tmp_path: Path) -> None:
     keys = chain(40)
     with open_store(2, 3, tmp_path / "store") as store:
         write_each(store, keys)
@@ -114,7 +114,7 @@ def test_a_page_that_cannot_be_read_is_named_and_the_file_has_the_others(tmp_pat
         store.check()
 
 
-def test_pages_that_are_to_stay_in_memory_go_to_no_file(tmp_path: Path) -> None:
+def test_memory_only_pages_are_not_exported(tmp_path: Path) -> None:
     keys = chain(3)
     with open_store(4, 4, None) as store:
         write(store, keys[:2])
@@ -126,7 +126,7 @@ def test_pages_that_are_to_stay_in_memory_go_to_no_file(tmp_path: Path) -> None:
         assert record(keys[2], None).payload.tobytes() not in (tmp_path / "x.tier").read_bytes()
 
 
-def test_keys_that_nobody_has_are_named(tmp_path: Path) -> None:
+def test_keys_of_missing_pages_are_named(tmp_path: Path) -> None:
     with open_store(4, 4, None) as store:
         write(store, chain(2))
         done = run(store.export_pages([*chain(2), *chain(1, "else")], tmp_path / "x.tier"))
@@ -138,7 +138,7 @@ def test_keys_that_nobody_has_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sizes", [(8, None, False), (2, 3, True), (1, None, True), (8, 8, False), (3, 8, False)]
 )
-def test_pages_come_into_whatever_tiers_there_are(
+def test_pages_are_imported_into_any_existing_tiers(
     tmp_path: Path, sizes: tuple[int, int | None, bool]
 ) -> None:
     path, keys = archive(tmp_path / "x.tier", 6)
@@ -158,7 +158,7 @@ def test_pages_come_into_whatever_tiers_there_are(
             assert read(store, keys) == 6
 
 
-def test_a_full_store_keeps_a_beginning_and_counts_what_had_no_room(
+def test_a_full_store_keeps_the_first_pages_and_counts_the_rest_as_not_fitting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierstore.live_archive._PATIENCE_S", 0.2)
@@ -174,7 +174,7 @@ def test_a_full_store_keeps_a_beginning_and_counts_what_had_no_room(
         require_nothing_held(store)
 
 
-def test_a_leased_store_has_no_room_and_loses_nothing(
+def test_import_into_a_fully_leased_store_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierstore.live_archive._PATIENCE_S", 0.2)
@@ -211,7 +211,7 @@ def test_a_store_of_another_model_refuses_and_is_unchanged(tmp_path: Path) -> No
         require_nothing_held(store)
 
 
-def test_where_an_engine_owns_hbm_pages_leave_from_disk_and_none_come_in(tmp_path: Path) -> None:
+def test_with_engine_owned_hbm_pages_are_exported_from_disk_and_none_imported(tmp_path: Path) -> None:
     keys = chain(3)
     path, _ = archive(tmp_path / "y.tier")
     tensor = torch.zeros((4, *SPEC.shape), dtype=torch.float16)
@@ -229,7 +229,7 @@ def test_where_an_engine_owns_hbm_pages_leave_from_disk_and_none_come_in(tmp_pat
             store.drain(PATIENCE_S)
             store.flush()
             if config.nvme is None:
-                with pytest.raises(ArchiveError, match="`flush` has brought there"):
+                with pytest.raises(ArchiveError, match="only pages that `flush` wrote there"):
                     run(store.export_pages(keys, tmp_path / "x.tier"))
             else:
                 export(store, tmp_path / "x.tier", keys)
@@ -237,7 +237,7 @@ def test_where_an_engine_owns_hbm_pages_leave_from_disk_and_none_come_in(tmp_pat
                 run(store.import_pages(path))
 
 
-def test_a_closed_store_gives_and_takes_nothing(tmp_path: Path) -> None:
+def test_closed_store_exports_and_imports_nothing(tmp_path: Path) -> None:
     path, keys = archive(tmp_path / "x.tier")
     with open_store(4, None, None) as store:
         pass
@@ -248,7 +248,7 @@ def test_a_closed_store_gives_and_takes_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["x.tier"]
 
 
-def test_closing_the_store_ends_an_export_that_goes_on_and_leaves_no_file(
+def test_closing_the_store_ends_a_running_export_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierstore.archive.export.most_ahead", lambda page_nbytes: 2)
@@ -296,7 +296,7 @@ def test_the_tier_closes_only_after_a_read_that_it_lends(
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_cancelled_at_any_wait_a_store_keeps_nothing_it_should_not(tmp_path: Path, direction: str) -> None:
+def test_cancelling_at_any_wait_leaks_nothing_in_the_store(tmp_path: Path, direction: str) -> None:
     path, keys = archive(tmp_path / "x.tier", 3)
 
     async def play(at: int, store: TierStore) -> bool:
@@ -335,7 +335,7 @@ def test_progress_counts_every_page(tmp_path: Path) -> None:
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
 
 
-def test_a_damaged_page_costs_a_running_store_it_and_what_follows(tmp_path: Path) -> None:
+def test_damaged_page_and_its_descendants_are_not_imported_by_a_running_store(tmp_path: Path) -> None:
     keys = chain(4)
     source = Shelf.of(keys)
     exported(tmp_path / "x.tier", source)
@@ -355,7 +355,7 @@ def test_a_damaged_page_costs_a_running_store_it_and_what_follows(tmp_path: Path
         store.free(slots)
 
 
-def test_pages_that_are_read_ahead_share_the_little_room_there_is_in_hbm(tmp_path: Path) -> None:
+def test_pages_that_are_read_ahead_share_the_little_free_space_in_hbm(tmp_path: Path) -> None:
     keys = chain(40)
     with open_store(2, 44, None) as store:
         write_each(store, keys)

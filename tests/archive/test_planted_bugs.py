@@ -1,4 +1,4 @@
-"""Bugs planted in the archive's rooms: the test that is there for it must notice each."""
+"""Test that each bug planted in the archive package is noticed by the test that covers the broken behaviour."""
 
 from __future__ import annotations
 
@@ -25,51 +25,50 @@ Check = Callable[[Path, pytest.MonkeyPatch], None]
 
 
 def bits(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_file_format.test_every_flipped_bit_of_header_index_and_trailer_shows()
+    test_file_format.test_every_flipped_bit_of_header_index_and_trailer_is_detected()
 
 
 def damages(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_damages.test_a_thousand_damages_are_refused_or_named_and_no_wrong_byte_comes_in(path)
+    patch.setattr(test_damages, "ROUNDS", 1_000)
+    test_damages.test_damages_are_refused_or_named_and_no_wrong_byte_is_imported(path)
 
 
 def spliced(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_damages.test_another_record_of_the_same_page_is_not_taken_for_the_one_that_was_written(path)
+    test_damages.test_another_record_of_the_same_page_is_not_accepted_as_the_written_one(path)
 
 
 def lied_about(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_damages.test_an_index_that_lies_about_a_page_does_not_bring_it_in(path)
+    test_damages.test_index_with_a_false_parent_imports_no_page(path)
 
 
 def again(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_intake.test_importing_again_changes_nothing_and_what_is_there_is_not_replaced(path)
+    test_intake.test_importing_again_changes_nothing_and_replaces_no_page(path)
 
 
 def trouble(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_export.test_trouble_at_any_write_leaves_nothing_and_keeps_what_was_there(
+    test_export.test_failure_at_any_write_leaves_no_draft_and_keeps_the_old_file(
         path, patch, test_export.full, OSError, after=False
     )
 
 
 def pieces(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_atomic_file.test_pieces_of_any_length_make_the_file_that_they_are(
-        path, patch, test_atomic_file.as_it_is
-    )
+    test_atomic_file.test_pieces_of_any_length_are_written_as_given(path, patch, test_atomic_file.as_it_is)
 
 
 def longer(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_atomic_file.test_what_was_in_the_file_beyond_its_end_is_gone(path, patch)
+    test_atomic_file.test_old_bytes_beyond_the_end_of_the_file_are_cut(path, patch)
 
 
 def killed(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_export.test_what_a_killed_writer_left_is_gone_after_the_next(path)
+    test_export.test_draft_of_a_killed_writer_is_removed_by_the_next(path)
 
 
 def two_writers(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_export.test_two_writers_of_one_file_are_told_apart(path)
+    test_export.test_second_writer_of_a_file_is_refused(path)
 
 
 def one_after_the_other(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_export.test_a_writer_that_comes_as_the_first_one_ends_does_not_write_into_its_file(path, patch)
+    test_export.test_writer_starting_as_another_commits_does_not_write_into_its_file(path, patch)
 
 
 def synced(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -77,15 +76,15 @@ def synced(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def waited(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_export.test_who_cancels_a_call_in_a_thread_waits_for_its_end(path)
+    test_export.test_cancelling_a_call_in_a_thread_waits_for_its_end(path)
 
 
 def no_place(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_closed_store.test_pages_for_which_there_is_no_place_take_those_after_them_along(path, patch)
+    test_closed_store.test_pages_that_find_no_slot_drop_their_successors_too(path, patch)
 
 
 def budget(path: Path, patch: pytest.MonkeyPatch) -> None:
-    test_closed_store.test_the_budget_holds_and_what_does_not_fit_is_said(path, "lmdb")
+    test_closed_store.test_import_keeps_the_budget_and_reports_pages_that_do_not_fit(path, "lmdb")
 
 
 BUGS: list[tuple[ModuleType, Check, Bug]] = [
@@ -174,7 +173,7 @@ BUGS: list[tuple[ModuleType, Check, Bug]] = [
         intake,
         again,
         Bug(
-            "what is there is replaced",
+            "present pages are replaced",
             "if self.sink.has(item.key):",
             "if False:",
         ),

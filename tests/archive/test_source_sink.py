@@ -1,4 +1,4 @@
-"""Calls made ahead: in order, so many at most, and none left behind by whoever stops asking."""
+"""Test calls that run ahead: results in order, a limit on running calls, and none running once the consumer stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.archive.source_sink import ahead, most_ahead
 
 
 class Calls:
-    """Calls that end when they are told to; who has begun, who has ended."""
+    """Calls that block until their gate is opened, with a record of which have begun and which have ended."""
 
     def __init__(self, count: int) -> None:
         self.lock = Lock()
@@ -45,7 +45,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 64])
-def test_results_come_in_the_order_of_the_calls(most: int) -> None:
+def test_results_are_returned_in_the_order_of_the_calls(most: int) -> None:
     calls = Calls(20)
     calls.open(*range(20))
 
@@ -56,7 +56,7 @@ def test_results_come_in_the_order_of_the_calls(most: int) -> None:
     assert run(play()) == list(range(20))
 
 
-def test_no_more_are_begun_than_said_before_a_result_is_taken() -> None:
+def test_started_calls_are_bounded_until_a_result_is_taken() -> None:
     calls = Calls(6)
 
     async def play() -> None:
@@ -70,7 +70,7 @@ def test_no_more_are_begun_than_said_before_a_result_is_taken() -> None:
         async with aclosing(ahead((noted() for _ in range(6)), 3)) as results:
             first = asyncio.ensure_future(anext(results))
             await asyncio.to_thread(calls.starts[2].wait, PATIENCE_S)
-            calls.open(1, 2)  # a later call that ends does not let another begin
+            calls.open(1, 2)  # the end of a later call does not let another begin
             assert len(begun) == 3
             calls.open(0)
             taken.append(await first)
@@ -82,7 +82,7 @@ def test_no_more_are_begun_than_said_before_a_result_is_taken() -> None:
     run(play())
 
 
-def test_who_is_cancelled_waits_for_all_that_were_begun() -> None:
+def test_a_cancelled_task_waits_for_all_calls_that_it_started() -> None:
     calls = Calls(6)
 
     async def play() -> None:
@@ -105,7 +105,7 @@ def test_who_is_cancelled_waits_for_all_that_were_begun() -> None:
     run(play())
 
 
-def test_the_error_of_a_call_is_raised_in_its_turn_and_only_when_the_others_have_ended() -> None:
+def test_the_error_of_a_call_is_raised_in_order_and_only_when_the_others_have_finished() -> None:
     calls = Calls(5)
 
     def fail() -> int:
@@ -132,7 +132,7 @@ def test_the_error_of_a_call_is_raised_in_its_turn_and_only_when_the_others_have
     run(play())
 
 
-def test_pages_on_their_way_are_bounded_in_bytes_and_number() -> None:
+def test_pages_in_flight_are_bounded_in_bytes_and_number() -> None:
     assert [most_ahead(nbytes) for nbytes in (1 << 12, 1 << 20, 2 << 20, 8 << 20, 64 << 20)] == [
         64,
         32,

@@ -1,4 +1,4 @@
-"""Sequences in scattered pages of a layer among others, NaN in every token that nobody may see, and their oracle."""
+"""Attention problems with scattered pages, NaN in every token that no query may see, and a reference result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ LAYERS = 3
 SPARE_SLOTS = 3
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 3e-3}
-"""Relative Frobenius error: weights are rounded to the pages' dtype before they meet the values."""
+"""Relative Frobenius error. Weights are rounded to the pages' dtype before they are multiplied by the values."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``widths`` None: one query a sequence, by ``PagedDecode``'s rules."""
+    """The sizes of a problem: ``lens`` in tokens and ``widths`` in queries, for each sequence.
+
+    If ``widths`` is None, each sequence has one query and the rules of ``PagedDecode`` apply.
+    """
 
     lens: Sequence[int]
     widths: Sequence[int] | None = None
@@ -55,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Scene:
-    """A case with bytes. ``pages``: a layer's, with the strides of the case's layout."""
+    """A case with tensors. ``pages`` holds one layer, with the strides of the case's layout."""
 
     table: Paging
     q: torch.Tensor
@@ -73,7 +76,7 @@ class Scene:
         table = Paging.of(queries, starts, slots, last, case.shape)
         pages = _pages(case, total + SPARE_SLOTS, chance, device)
         _poison(pages, table)
-        # Behind every window an index may be anything.
+        # Pages before the window are never read, so their indices may be invalid.
         for row, first in enumerate(table.first_seen):
             table.indices[starts[row] : starts[row] + int(first) // case.page_size] = -(10**8)
         heads = case.shape.num_qo_heads
@@ -81,12 +84,12 @@ class Scene:
         return cls(table, q.to(device, case.dtype), pages)
 
     def run(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results and logarithms, into memory that held NaN."""
+        """Plan and run. Return the results and their log-sum-exps, written into memory that held NaN."""
         way.plan(self.table)
         return self.run_again(way)
 
     def run_again(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, as planned before."""
+        """Run once more with the current plan."""
         shape = self.table.shape
         size = (len(self.q), shape.num_qo_heads, shape.head_dim_vo)
         out = torch.full(size, torch.nan, dtype=shape.out_dtype, device=self.q.device)
@@ -95,7 +98,7 @@ class Scene:
         return out, lse
 
     def require_right(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """AssertionError unless both are the oracle's, up to rounding."""
+        """Raise AssertionError unless both match the reference up to rounding."""
         want, want_lse = attend(self.q, self.pages, self.table, torch.float64)
         blind = want_lse == -torch.inf
         assert torch.equal(lse == -torch.inf, blind)
@@ -115,7 +118,7 @@ def _pages(case: Case, slots: int, chance: torch.Generator, device: str) -> torc
 
 
 def _poison(pages: torch.Tensor, table: Paging) -> None:
-    """NaN in slots of nobody, after the last token, and before the first one that a query sees."""
+    """Write NaN into unused slots, after each sequence's last token, and before the first token that a query sees."""
     size = pages.shape[2]
     kept = pages.clone()
     pages.fill_(torch.nan)
@@ -131,7 +134,7 @@ LAYOUTS = ("BLKNHD", "LKBNHD", "LBHNKD")
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], many: bool, largest: int = 150) -> Case:
-    """Small ones of every kind; ``many``: many queries a sequence."""
+    """Draw small cases of every kind. With ``many``, a sequence can have many queries."""
     lens = draw(st.lists(st.integers(0, largest), min_size=1, max_size=4))
     causal = draw(st.booleans()) if many else True
     widths = None

@@ -1,4 +1,4 @@
-"""The attention kernels run by Triton's interpreter: NumPy on ordinary memory, no card."""
+"""Run the attention kernels in Triton's interpreter, which uses NumPy and needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ KERNELS = "tierstore.gpu.attention.kernels"
 
 
 def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
-    """A module of kernels of its own.
+    """Return a new module that contains the kernels and runs them in Triton's interpreter.
 
-    ``instead``: a file to take for it, by its name; the file must stay there as long as the kernels are used.
+    Args:
+        instead: Source files to use in place of the package's own, by module name. The file of the kernels must exist
+            as long as they are used.
     """
     own = find_spec(KERNELS)
     assert own is not None
@@ -32,7 +34,7 @@ def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    # The interpreter reduces these two by NumPy, others number by number.
+    # The interpreter runs reductions by these two functions in NumPy, and all other reductions number by number.
     vars(module).update(larger=standard._elementwise_max, added=standard._sum_combine)
     return module
 
@@ -41,7 +43,7 @@ _dot = InterpreterBuilder.create_dot
 
 
 def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter's own multiplies the bits of bfloat16 as integers (Triton 3.7)."""
+    """Widen bfloat16 first: the interpreter's own dot multiplies its bits as if they were integers (Triton 3.7)."""
     return _dot(builder, _widened(a), _widened(b), *rest)
 
 

@@ -1,4 +1,4 @@
-"""Planning and running on the CPU: the reference against torch's own attention, merges, refusals."""
+"""Test ``plan`` and ``run`` on the CPU: the reference against torch's attention, merged states, and rejected input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill, merge_state
 
 
 def by_sdpa(scene: Scene) -> torch.Tensor:
-    """Sequence by sequence, keys and values gathered, the mask written out; in float64."""
+    """Compute each sequence's attention with torch's SDPA in float64, over gathered keys and values, with a mask."""
     table, shape = scene.table, scene.table.shape
     found = []
     for row in range(table.batch):
@@ -78,7 +78,7 @@ def test_states_over_two_sets_of_keys_merge_to_that_over_both() -> None:
     torch.testing.assert_close(lse, both[1])
 
 
-def test_states_of_nothing_merge_to_nothing() -> None:
+def test_empty_states_merge_to_an_empty_state() -> None:
     out, lse = merge_states(torch.zeros(2, 3, 4), torch.full((2, 3), -torch.inf))
     assert not out.any()
     assert (lse == -torch.inf).all()
@@ -115,9 +115,7 @@ RIGHT: dict[str, Any] = {
         ({"q_data_type": torch.float64}, "dtype"),
     ],
 )
-def test_a_plan_that_fits_no_pages_is_refused_and_the_one_before_stays(
-    wrong: dict[str, Any], what: str
-) -> None:
+def test_invalid_plan_is_refused_and_the_previous_one_stays(wrong: dict[str, Any], what: str) -> None:
     way = PagedDecode("cpu")
     way.plan(**RIGHT)
     before = way.planned
@@ -144,7 +142,7 @@ def test_tensors_other_than_planned_are_refused(q: torch.Tensor, pages: torch.Te
 
 
 def test_running_before_planning_is_refused() -> None:
-    with pytest.raises(ValueError, match="planned"):
+    with pytest.raises(ValueError, match="no plan yet"):
         PagedPrefill("cpu").run(torch.zeros(1, 4, 16), torch.zeros(5, 2, 16, 2, 16))
 
 
@@ -156,7 +154,7 @@ def test_running_before_planning_is_refused() -> None:
         ({"qo_indptr": [0, 3, 4]}, "qo_indptr"),
     ],
 )
-def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: str) -> None:
+def test_impossible_prefill_plans_are_refused(changed: dict[str, Any], what: str) -> None:
     right = {
         "qo_indptr": [0, 4], "paged_kv_indptr": [0, 2], "paged_kv_indices": [4, 1],
         "paged_kv_last_page_len": [3], "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "page_size": 16,
@@ -167,15 +165,13 @@ def test_queries_that_have_no_place_are_refused(changed: dict[str, Any], what: s
 
 @pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
 @pytest.mark.parametrize("name", ["triton", "gathered", "flash"])
-def test_ways_that_are_not_here_are_refused_by_name_before_a_plan(way: Any, name: str) -> None:
+def test_unavailable_backends_are_refused_by_name_before_a_plan(way: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf'backend .*"{name}"'):
         way("cpu", backend=name)
 
 
 @pytest.mark.parametrize(("indptr", "what"), [([0, 2, 4], "4 pages"), ([0, 1], "got a batch of 1")])
-def test_a_plan_beyond_what_a_graph_has_room_for_is_refused_on_the_cpu_too(
-    indptr: list[int], what: str
-) -> None:
+def test_a_plan_beyond_the_buffers_of_a_graph_is_refused_on_the_cpu_too(indptr: list[int], what: str) -> None:
     decode = PagedDecode("cpu", max_pages=3)
     decode.plan([0, 1, 3], range(3), [1, 1], 4, 2, 16, 8, q_data_type=torch.float32)
     before = decode.planned
@@ -192,22 +188,18 @@ def test_decoding_never_gathers() -> None:
 
 
 @pytest.mark.parametrize("way", [PagedDecode, PagedPrefill])
-def test_a_card_that_is_not_here_is_refused_by_name_with_what_is(
-    way: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpu_is_refused_by_name_with_those_present(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ValueError, match=r'device is "cuda:0", which torch does not find here; available: cpu$'
-    ):
+    with pytest.raises(ValueError, match=r'device must be one of cpu on this machine, got "cuda:0"$'):
         way("cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r'"cuda:2", .* available: cpu, cuda:0, cuda:1$'):
+    with pytest.raises(ValueError, match=r'one of cpu, cuda:0, cuda:1 on this machine, got "cuda:2"$'):
         way("cuda:2")
     way("cuda:1")
 
 
-def test_results_go_where_they_are_asked_to_go_and_nowhere_else() -> None:
+def test_results_are_written_to_out_and_lse_only() -> None:
     way = PagedDecode("cpu")
     way.plan(**RIGHT, o_data_type=torch.float32)
     q, pages = torch.randn(1, 4, 16), torch.randn(5, 2, 16, 2, 16)
@@ -217,5 +209,5 @@ def test_results_go_where_they_are_asked_to_go_and_nowhere_else() -> None:
     assert way.run(q, pages, out=out, lse=lse) is out
     torch.testing.assert_close(out, want)
     for wrong in (torch.empty(1, 4, 8), torch.empty(1, 4, 16).half(), torch.empty(1, 16, 4).mT):
-        with pytest.raises(ValueError, match="out must be contiguous"):
+        with pytest.raises(ValueError, match="out must be a contiguous tensor"):
             way.run(q, pages, out=wrong)

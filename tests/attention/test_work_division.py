@@ -1,4 +1,4 @@
-"""The division of a step among programs: every row meets every token it may see, once, whatever the numbers."""
+"""Test how a step is divided among programs: each row sees every visible token exactly once, for all sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.cases import Case
+from tests.support import lanes
 from tests.support.planting import Bug, load
 from tierstore.gpu.attention import in_place
 from tierstore.gpu.attention.page_table import Paging
@@ -39,7 +40,7 @@ def steps(draw: st.DrawFn) -> Case:
 
 
 def require_whole(case: Case, work: in_place.Work, block_m: int, block_n: int) -> None:
-    """Every row's items tile what it sees, and its parts are nobody else's."""
+    """Require that each row's items exactly cover the tokens it sees, and that no two rows share a partial result."""
     table = table_of(case)
     group = table.shape.group
     written: Counter[tuple[int, int]] = Counter()
@@ -90,8 +91,10 @@ def check(module: object, case: Case, blocks: tuple[int, int], programs: int) ->
 
 
 @given(case=steps(), blocks=BLOCKS, programs=st.sampled_from([1, 8, 264]))
-@settings(max_examples=150, deadline=None)
-def test_every_row_meets_what_it_sees_once(case: Case, blocks: tuple[int, int], programs: int) -> None:
+@settings(max_examples=lanes.examples(30, 150), deadline=None)
+def test_every_row_attends_to_its_visible_tokens_once(
+    case: Case, blocks: tuple[int, int], programs: int
+) -> None:
     check(in_place, case, blocks, programs)
 
 
@@ -100,8 +103,8 @@ def test_every_row_meets_what_it_sees_once(case: Case, blocks: tuple[int, int], 
     programs=st.integers(1, 300),
     group=st.sampled_from([1, 20]),
 )
-@settings(max_examples=100, deadline=None)
-def test_items_fit_the_room_that_any_division_of_so_many_sequences_needs(
+@settings(max_examples=lanes.examples(25, 100), deadline=None)
+def test_work_items_fit_the_maximum_for_that_many_sequences(
     lens: list[int], programs: int, group: int
 ) -> None:
     table = table_of(Case(lens, group=group))

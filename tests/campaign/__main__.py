@@ -1,9 +1,10 @@
-"""Kills and damage by the hundred on the NVMe tier: no wrong byte, no signal, no lost promise, no byte too many.
+"""Campaigns against the NVMe tier: kill its process or damage its files many times, and check what is left.
 
     python -m tests.campaign kill --turns 200 --payload extents
     python -m tests.campaign damage --damages 10000 --payload lmdb
 
-One child process at a time. The last line is one JSON object; the exit status is 0 only if nothing went wrong.
+A campaign fails if wrong bytes are served, a process crashes, a synced page is lost, or the capacity is exceeded.
+One child process runs at a time. The last line is one JSON object; the exit status is 0 only if nothing went wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEVELS: dict[str, Level] = {"tier": tier_level, "store": store_level}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One campaign."""
+    """Run one campaign. Returns the exit status."""
     args = _parser().parse_args(arguments)
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     folder = Path(tempfile.mkdtemp(prefix="tierstore-campaign-"))

@@ -1,7 +1,7 @@
-"""Child processes of a campaign: forked from a server that has imported everything, heard over a pipe, killed at will.
+"""Child processes of a campaign: forked from a server that has imported all modules, and possibly killed.
 
-What a child does is a function ``act(say, *arguments)``. It says lines of text; one is shorter than a pipe's atomic
-write, so a kill leaves whole lines only. Its result is the last line.
+A child runs a function ``act(say, *arguments)``. ``say`` sends a line of text over a pipe; the last line is the result.
+Lines are short enough to be written atomically, so a kill never leaves part of a line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 PATIENCE_S = 120.0
-"""A child that takes longer hangs."""
+"""Seconds after which a child counts as hung."""
 
 _ROOMS = ["tests.campaign.tier_level", "tests.campaign.store_level", "tests.campaign.survivor"]
 _context = multiprocessing.get_context("forkserver")
@@ -29,15 +29,15 @@ Say = Callable[[str], None]
 
 
 class Silent(Exception):
-    """The child has ended, and all it said was heard."""
+    """Raised when the child has ended and all of its lines have been received."""
 
 
 class Failed(AssertionError):
-    """The child did not end as it should: a signal, an exception, or not at all."""
+    """Raised when the child was killed by a signal, failed with an exception, or did not exit in time."""
 
 
 class Child:
-    """A running child; heard by one thread."""
+    """A running child process. Only one thread may receive its lines."""
 
     def __init__(self, act: Callable[..., None], *arguments: object) -> None:
         self._lines, said = _context.Pipe(duplex=False)
@@ -46,7 +46,12 @@ class Child:
         said.close()
 
     def hear(self, timeout_s: float) -> str | None:
-        """The next line, or None if none came in time. Silent after the last; Failed if it said why it fails."""
+        """Return the next line, or None if no line arrives within ``timeout_s`` seconds.
+
+        Raises:
+            Silent: The child has ended, and there are no more lines.
+            Failed: The child sent an error.
+        """
         try:
             if not self._lines.poll(timeout_s):
                 return None
@@ -59,12 +64,16 @@ class Child:
         return line
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end. What it said before can still be heard."""
+        """Kill the child with SIGKILL and wait until it has exited. Lines that it sent before can still be received."""
         self._process.kill()
         self._process.join()
 
     def end(self) -> list[str]:
-        """Wait for its own end; what it said that was not heard yet. Failed for a signal, an exception or a hang."""
+        """Wait until the child ends by itself, and return its remaining lines.
+
+        Raises:
+            Failed: The child was killed by a signal, failed with an exception, or did not exit in time.
+        """
         lines: list[str] = []
         deadline = monotonic() + PATIENCE_S
         try:
@@ -83,7 +92,7 @@ class Child:
 
     def _give_up(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, signal.SIGUSR1)  # prints where all its threads are
+            os.kill(self._process.pid or 0, signal.SIGUSR1)  # makes it print the stacks of all its threads
         self._process.join(2.0)
         self.kill()
         raise Failed(f"hangs: no end after {PATIENCE_S:.0f} s")
@@ -100,7 +109,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def heard_warnings() -> Iterator[list[str]]:
-    """The ends of the warnings that were logged meanwhile."""
+    """Yield a list that collects the last 300 characters of each warning logged in the ``with`` block."""
     heard = _Warnings()
     logging.getLogger().addHandler(heard)
     try:
@@ -110,14 +119,14 @@ def heard_warnings() -> Iterator[list[str]]:
 
 
 def _run(act: Callable[..., None], said: Connection, *arguments: object) -> None:
-    """In the child."""
+    """Run ``act`` in the child process. An exception is sent to the parent."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, who ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends its children
     logging.getLogger().addHandler(logging.NullHandler())
     try:
         act(lambda line: said.send_bytes(line.encode()), *arguments)
-    except BaseException:  # noqa: BLE001  a process's top: the parent is told, and the process fails
+    except BaseException:  # noqa: BLE001  top of the process: the parent gets the error, and the process fails
         said.send_bytes(f"!{traceback.format_exc()}".encode())
         sys.exit(1)
     finally:

@@ -1,7 +1,8 @@
-"""The damage campaign: batches of strikes on a closed directory, and a process that opens it and goes on to use it.
+"""The damage campaign: batches of damage to a closed directory, which a child process then opens and uses.
 
-A batch hits one region, or all alike, or records and a little of something else, so that small regions are hit as often
-as large ones and records are read too: whatever breaks the catalogue sets the directory aside.
+A batch damages one region, regions that are chosen at random for each strike, or records and a few places of another
+region. The choice ignores the sizes of the regions, so small ones are hit as often as large ones. Some batches damage
+only records, because damage to the catalogue sets the whole directory aside, and then no record is read.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ __all__ = ["PLANTS", "Damages"]
 
 _RECORDS = ("heads", "payload")
 _FEW = 3
-"""Strikes at most on something else in a batch that is for records."""
+"""Maximum number of strikes on another region in a batch that damages records."""
 
 _HEADER = 16
-"""Bytes in front of a head: LMDB's page header, which is its own, or the name of what follows, in extent files."""
+"""Number of bytes before the head of a record: LMDB's page header or, in extent files, a fixed prefix."""
 
 _LIFE = 20
-"""Batches on copies of one directory."""
+"""Number of batches that damage copies of the same directory."""
 
 
 class Damages:
-    """Plays batches one after the other and adds up what is found."""
+    """Runs batches of strikes one after the other, and adds up the results."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Damages:
         self.faults: list[str] = []
 
     def play(self, damages: int, tell: Callable[[int], None]) -> None:
-        """So many strikes; ``tell`` hears how many there were."""
+        """Run batches with ``damages`` strikes in total. ``tell`` is called with the number of strikes so far."""
         done = 0
         while done < damages and len(self.faults) < ENOUGH:
             if self.counts["batches"] % _LIFE == 0:
@@ -69,7 +70,7 @@ class Damages:
             tell(min(done, damages))
 
     def summary(self) -> dict[str, Any]:
-        """What was counted."""
+        """Return all counts, and the faults that were found."""
         counts = {name: self.counts[name] for name in sorted(self.counts)}
         struck: Counter[str] = Counter()
         for name, number in self.struck.items():
@@ -78,7 +79,7 @@ class Damages:
         return {"damages": total, "signals": 0, **counts, "struck": dict(struck), "faults": self.faults}
 
     def _make(self, life: int) -> None:
-        """A directory with a history, and where what lies in it."""
+        """Create a directory whose pages were written, replaced and erased, and locate the regions of its files."""
         page = PAGES[life % len(PAGES)]
         home = self._folder / f"clean-{life}"
         self._ordeal = Ordeal(
@@ -178,7 +179,7 @@ class Damages:
             (home if name == HOME_MARKER else shard).joinpath(name).write_bytes(raw)
 
     def _judge(self, fate: Fate, files: Files, kind: str) -> None:
-        """What must hold: see the faults."""
+        """Check the result of a batch, and record each error as a fault."""
         self.counts["pages compared"] += fate.compared
         for name, number in fate.later.items():
             self.counts[name] += number
@@ -205,7 +206,10 @@ class Damages:
         self._judge_pages(fate, files, kind)
 
     def _judge_pages(self, fate: Fate, files: Files, kind: str) -> None:
-        """Of a directory that was opened: each damaged page is a counted failure, or not there."""
+        """Check the pages of a directory that was opened.
+
+        A damaged page must not be readable. If only records were damaged, all other pages must be readable.
+        """
         unharmed = self._only_records(files)
         for number, span in self._records.items():
             outcome = fate.outcomes[number]
@@ -218,12 +222,12 @@ class Damages:
                 self._fault(kind, f"page {number} is whole, and lost with others: {outcome}")
 
     def _hurt(self, files: Files, span: Span) -> bool:
-        """Whether head or payload differ; what LMDB puts in front of a record is its own."""
+        """Return whether the head or the payload of a record has changed, regardless of the bytes before the head."""
         first, end = span.offset + _HEADER, span.offset + BLOCK + span.length
         return files[span.name][first:end] != self._clean[span.name][first:end]
 
     def _only_records(self, files: Files) -> bool:
-        """Whether nothing but records was hit, and no file is shorter."""
+        """Return whether only records were damaged, and no file was truncated."""
         if any(
             files[name] != raw for name, raw in self._clean.items() if name in (SHARD_MARKER, HOME_MARKER)
         ):

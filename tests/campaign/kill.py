@@ -1,7 +1,8 @@
-"""The kill campaign: turns on directories that live for some turns each, and what is looked at after every kill.
+"""The kill campaign: many times, it kills a process that uses a directory, and checks what the process left.
 
-A turn opens the directory, with another capacity or another kind of payload than before now and then, and is killed
-while it opens or after a random number of calls. Then another process opens what is left and reads every page.
+In each turn, a child process (the victim) opens the directory, sometimes with another capacity or payload than before.
+It is killed while it opens the directory, or after a random number of calls. Then another child takes a look: it opens
+the directory and reads every page. Each directory is used for several turns.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from tests.campaign.ledger import Ledger
 from tests.campaign.turns import Look, Subject, Turn, disk_nbytes
 
 LIFE = 25
-"""Turns of one directory."""
+"""Number of turns on one directory."""
 
 PAGES = (8192, 10_000, 16_384, 32_768)
-"""Bytes of a page, a life each. One is no multiple of a block."""
+"""Page sizes in bytes, for one directory after the other. One size is not a multiple of a block."""
 
 _FACTORS = {"same": 1.0, "larger": 1.6, "smaller": 0.6, "much smaller": 0.15}
 _OTHER = {"lmdb": "extents", "extents": "lmdb"}
@@ -33,15 +34,15 @@ _SLICE_S = 0.004
 
 
 ENOUGH = 20
-"""So many faults end a campaign."""
+"""Number of faults after which a campaign stops."""
 
 
 class Enough(Exception):
-    """There is enough to look at."""
+    """Raised when ``ENOUGH`` faults have been found."""
 
 
 class Level(Protocol):
-    """What a campaign is played on: functions that run in a child. See ``tier_level``."""
+    """The functions that the children of a campaign run. See ``tier_level`` for what they do."""
 
     def act(self, say: Say, turn: Turn) -> None: ...
     def look(
@@ -51,7 +52,7 @@ class Level(Protocol):
 
 
 class Kills:
-    """Plays turns one after the other and adds up what is found."""
+    """Runs the turns of a campaign one after the other, and adds up the results."""
 
     def __init__(
         self,
@@ -73,7 +74,10 @@ class Kills:
         self._begin_life(0)
 
     def play(self, turns: int, tell: Callable[[int], None]) -> None:
-        """So many turns; ``tell`` hears the number of each. Ends with a look for leaked room."""
+        """Run ``turns`` turns. ``tell`` is called with the number of turns so far.
+
+        After its last turn, each directory is checked for leaked space.
+        """
         with suppress(Enough):
             for number in range(turns):
                 if number and number % LIFE == 0:
@@ -84,7 +88,10 @@ class Kills:
             self._end_life()
 
     def summary(self) -> dict[str, Any]:
-        """What was counted; ``most_of_capacity``: of allocated bytes, at any sample."""
+        """Return all counts, and the faults that were found.
+
+        ``most_of_capacity`` is the largest fraction of the capacity that was allocated on disk in any sample.
+        """
         found = {name: self.counts[name] for name in sorted(self.counts)}
         return {**found, "most_of_capacity": round(self._fraction, 4), "faults": self.faults}
 
@@ -155,7 +162,7 @@ class Kills:
         self._drain(child, turn)
 
     def _wait_for(self, child: Child, word: str, turn: Turn, capacity: int) -> None:
-        """Until it says the word, or anything."""
+        """Wait until the child sends a line that begins with ``word``, or any line if ``word`` is empty."""
         deadline = monotonic() + PATIENCE_S
         while True:
             line = child.hear(_SLICE_S)
@@ -199,7 +206,7 @@ class Kills:
         ledger = self._ledger
         allowed = ledger.allowed(may_drop=may_drop, may_fail=turn.greedy)
         found = Look.heard(Child(self._level.look, turn, allowed, ledger.history).end()[-1])
-        for aside in list(turn.home.glob("*.damaged-*")):  # told once, and kept for whoever wants to know
+        for aside in list(turn.home.glob("*.damaged-*")):  # the next look must not report it again
             aside.rename(turn.home.with_name(f"turn-{self.counts['turns']}-{aside.name}"))
         for fault in found.faults:
             self._fault(turn, fault)
@@ -214,7 +221,7 @@ class Kills:
         ledger.settle(found.there.items())
 
     def _end_life(self) -> None:
-        """As many pages fit as in a directory that is new."""
+        """Check that no space has leaked: as many pages fit into the directory as into a new one."""
         new = self._home.with_name(self._home.name + "-new")
         told = []
         for home in (self._home, new):

@@ -1,7 +1,8 @@
-"""What a killed process may have left of each page: worked out from what it said before each call.
+"""Works out which versions of each page a killed process may have left, from the lines that it sent.
 
-A page is a number, and what is written under it is a version, never used twice; None is no record. What was there at
-the last look and what the last completed sync covers is settled; each call since may have come about or not.
+A page is identified by a number. Every write of a page has a new version; None stands for no record. The versions
+found after the last turn are certain, and so are the effects of all calls before the last completed sync. Each later
+call may or may not have taken effect.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from collections.abc import Iterable
 
 
 class Ledger:
-    """The pages of one directory over its turns."""
+    """The versions that each page of one directory may have, across all turns of a campaign."""
 
     def __init__(self) -> None:
         self.settled: dict[int, int] = {}
-        """Version of each page that was there at the last look."""
+        """Version of each page that was found after the last turn."""
         self.history: dict[int, set[int]] = {}
-        """Every version that was ever written."""
+        """All versions of each page that were ever written."""
         self.refused = 0
-        """Writes that were acknowledged as failed, in all turns."""
+        """Number of page writes that were acknowledged as failed. The campaign resets it after each turn."""
         self._calls: list[tuple[int, int | None]] = []
         self._durable = 0
         self._failed: set[tuple[int, int]] = set()
 
     def hear(self, line: str) -> None:
-        """``write VERSION NUMBER...`` or ``erase NUMBER...`` before the call, ``failed VERSION NUMBER...`` after its
-        ack, ``synced CALLS`` after a sync: so many pages were named by calls before it. Other words say nothing.
+        """Process a line from the victim.
+
+        The victim sends ``write VERSION NUMBER...`` or ``erase NUMBER...`` before the call, ``failed VERSION
+        NUMBER...`` after the ack of a write, and ``synced COUNT`` after a sync. COUNT is the number of pages that all
+        writes and erases before the sync have named. Other lines are ignored.
         """
         word, *rest = line.split()
         match word:
@@ -44,10 +48,12 @@ class Ledger:
                 self._durable = int(rest[0])
 
     def allowed(self, *, may_drop: bool, may_fail: bool = False) -> dict[int, set[int | None]]:
-        """Of every page that was ever named: what may be found.
+        """Return the versions that may now be found, for every page that was ever written.
 
-        ``may_drop``: any may be gone, since there is less room, or another kind of directory. ``may_fail``: writes
-        may fail for lack of room, of which the last may not have been told yet.
+        Args:
+            may_drop: Whether any page may be missing, because the capacity is lower or the payload has changed.
+            may_fail: Whether writes may fail for lack of space. The victim may have been killed before it could
+                report the last failures.
         """
         found: dict[int, set[int | None]] = {number: {None} for number in self.history}
         found |= {number: {version} for number, version in self.settled.items()}
@@ -65,6 +71,6 @@ class Ledger:
         return found
 
     def settle(self, there: Iterable[tuple[int, int]]) -> None:
-        """A look found these versions; the next turn begins."""
+        """Record the versions that were found, and begin the next turn."""
         self.settled = dict(there)
         self._calls, self._durable, self._failed = [], 0, set()

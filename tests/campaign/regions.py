@@ -1,6 +1,6 @@
-"""Where what lies in a closed directory: records, the trees of data.mdb by name, its free list, what is stale.
+"""Locates the contents of a closed directory's data.mdb: its trees by name, its free list, and stale pages.
 
-Parses the bytes of LMDB's file in memory: layouts of LMDB 0.9 on 64 bits, little endian.
+Parses the bytes of the file in memory. The layouts are those of LMDB 0.9 on little-endian 64-bit machines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ DATA = "data.mdb"
 BLOCK = 4096
 
 _HEADER = struct.Struct("<QHHHH")  # page number, pad, flags, lower, upper
-_NODE = struct.Struct("<HHHH")  # two halves of a size or a page number, flags (its upper part), key length
-_TREE = struct.Struct("<IHHQQQQQ")  # ..., root
+_NODE = struct.Struct("<HHHH")  # two halves of a size or page number, flags (or its top bits), key length
+_TREE = struct.Struct("<IHHQQQQQ")  # the last field is the root page
 _META_AT = 16
 _TREES_AT = _META_AT + 24
 _TXN_AT = _TREES_AT + 2 * _TREE.size + 8
@@ -24,7 +24,7 @@ _NONE = (1 << 64) - 1
 
 
 class Span(NamedTuple):
-    """Bytes of a file, by its name in the directory."""
+    """A range of bytes in a file of the directory. ``name`` is the name of the file."""
 
     name: str
     offset: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 def tree_regions(raw: bytes, records: set[int]) -> dict[str, list[Span]]:
-    """The pages of data.mdb by what they are for; ``records``: pages that hold page records, which are left out."""
+    """Return the LMDB pages of data.mdb by region, without the pages in ``records``, which hold page records."""
     metas = [raw[page * BLOCK : (page + 1) * BLOCK] for page in (0, 1)]
     newest = max(metas, key=lambda meta: int.from_bytes(meta[_TXN_AT : _TXN_AT + 8], "little"))
     free, main = (_root(newest[at : at + _TREE.size]) for at in (_TREES_AT, _TREES_AT + _TREE.size))
@@ -49,7 +49,10 @@ def tree_regions(raw: bytes, records: set[int]) -> dict[str, list[Span]]:
 
 
 def large_values(raw: bytes, name: str) -> dict[bytes, int]:
-    """The first page of each value of a tree that has pages of its own, by its key."""
+    """Return, by key, the number of the first LMDB page of each large value in the tree ``name``.
+
+    A value is large if it has pages of its own.
+    """
     metas = [raw[page * BLOCK : (page + 1) * BLOCK] for page in (0, 1)]
     newest = max(metas, key=lambda meta: int.from_bytes(meta[_TXN_AT : _TXN_AT + 8], "little"))
     main = _root(newest[_TREES_AT + _TREE.size : _TREES_AT + 2 * _TREE.size])
@@ -70,7 +73,7 @@ def _root(tree: bytes) -> int:
 
 
 def _walk(raw: bytes, number: int, *, overflow: bool = True) -> Iterator[int]:
-    """Every page of a tree; with the pages of large values if ``overflow``."""
+    """Yield the number of every page of a tree and, if ``overflow``, of every page of its large values."""
     if number == _NONE:
         return
     yield number
@@ -93,7 +96,7 @@ def _subtrees(raw: bytes, numbers: set[int]) -> Iterator[tuple[str, bytes]]:
 
 
 def _nodes(raw: bytes, number: int) -> Iterator[tuple[int, int, int, bytes, bytes]]:
-    """The first three fields of each node of a page, its key, and the bytes behind."""
+    """Yield the first three header fields of each node of a page, its key, and the bytes after the key."""
     page = raw[number * BLOCK : (number + 1) * BLOCK]
     lower = _HEADER.unpack_from(page)[3]
     for at in range(_HEADER.size, lower, 2):

@@ -1,6 +1,7 @@
-"""The campaign at the level of the store: HBM on the CPU, host memory and the NVMe tier. See ``tier_level``.
+"""The kill campaign on a whole store: HBM on the CPU, host memory and the NVMe tier. See ``tier_level``.
 
-A number of the ledger is a sequence of one to six pages; its content never changes, so its one version is 1.
+Each number in the ledger stands for a sequence of one to six pages. The content of a sequence never changes, so every
+version is 1.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from tierstore.types import PageKey, Tier
 SPACE = 120
 _HBM, _HOST = 8, 12
 _STRICT = 0.5
-"""Of what the disk holds: a victim that keeps to it has nothing evicted for lack of room."""
+"""Fraction of the disk's budget that a victim uses, unless it is greedy. The disk never has to evict a page for it."""
 
 
 def spec(subject: Subject) -> PageSpec:
-    """Pages of about the subject's size."""
+    """Return a spec for pages of about the same size as the subject's."""
     heads = max(1, subject.page_nbytes // 4096)
     return PageSpec(
         num_layers=2, page_size=16, num_kv_heads=heads, head_dim=32, dtype="float16", model="campaign"
@@ -34,12 +35,12 @@ def spec(subject: Subject) -> PageSpec:
 
 
 def sequence(number: int) -> list[PageKey]:
-    """The pages of a number."""
+    """Return the keys of the sequence with this number."""
     return chain(number % 6 + 1, f"campaign{number}")
 
 
 def act(say: Say, turn: Turn) -> None:
-    """Puts, reads, evicts, demotes and flushes for ever. Says what the tier's victim says."""
+    """Put, read, evict, demote and flush until killed. Sends the same lines as ``tier_level.act``."""
     say("begin")
     victim = _Victim(say, turn)
     say("open")
@@ -118,7 +119,7 @@ class _Victim:
 
 
 def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dict[int, set[int]]) -> None:
-    """Opens what is left, reads every sequence there ever was, and says a ``Look``."""
+    """Open the directory that the victim left, read every sequence, and send a ``Look``."""
     faults, before = [], list(turn.home.glob("*.damaged-*"))
     with heard_warnings() as warnings:
         store = _open(turn, turn.capacity)
@@ -148,7 +149,7 @@ def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dic
 
 
 def _read_back(store: TierStore, own: PageSpec, number: int, may: set[int | None], faults: list[str]) -> int:
-    """How many pages of a sequence are served."""
+    """Return how many pages of a sequence are served. Add a description of each error to ``faults``."""
     keys = sequence(number)
     matched = store.match(keys).num_pages
     try:
@@ -166,7 +167,7 @@ def _read_back(store: TierStore, own: PageSpec, number: int, may: set[int | None
 
 
 def fill(say: Say, subject: Subject, home: Path, capacity: int, payload: str) -> None:
-    """What the tier's does, on the store's directory."""
+    """Do the same as ``tier_level.fill``, in the directory of the store."""
     own = spec(subject)
     plain = replace(subject, page_nbytes=own.page_nbytes, fingerprint=own.fingerprint)
     tier_level.fill(say, plain, home, capacity, payload)

@@ -1,4 +1,4 @@
-"""Kinds of damage to the files of a closed directory, which are held in memory: one strike at a time."""
+"""Kinds of damage to a closed directory, whose files are held in memory. Each strike damages one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Strike = Callable[[Files, Sequence[Span], random.Random], None]
 
 
 def _flip(files: Files, spans: Sequence[Span], chance: random.Random) -> None:
-    """A bit, or a few of one byte."""
+    """Flip one bit, or change one byte, at a random place in one of ``spans``."""
     span = chance.choice(spans)
     raw = files[span.name]
     at = span.offset + chance.choice([chance.randrange(span.length), chance.randrange(min(span.length, 64))])
@@ -21,7 +21,10 @@ def _flip(files: Files, spans: Sequence[Span], chance: random.Random) -> None:
 
 
 def _piece(files: Files, spans: Sequence[Span], chance: random.Random) -> tuple[bytearray, int, int]:
-    """A sector, or all of a span up to a block."""
+    """Choose a piece to damage: in a random span, either up to one block or a sector of 512 bytes.
+
+    Returns the bytes of the file, and the offset and the length of the piece.
+    """
     span = chance.choice(spans)
     first, length = span.offset, min(span.length, BLOCK)
     if span.length > BLOCK:
@@ -41,7 +44,7 @@ def _noise(files: Files, spans: Sequence[Span], chance: random.Random) -> None:
 
 
 def _copy(files: Files, spans: Sequence[Span], chance: random.Random) -> None:
-    """One place's bytes in another as well: a write that went astray."""
+    """Copy bytes from one place to another, as a misdirected write does."""
     source, begin, length = _piece(files, spans, chance)
     raw, first, room = _piece(files, spans, chance)
     _put(raw, first, room, bytes(source[begin : begin + min(length, room)]))
@@ -57,7 +60,7 @@ def _swap(files: Files, spans: Sequence[Span], chance: random.Random) -> None:
 
 
 def _put(raw: bytearray, first: int, length: int, new: bytes) -> None:
-    """Overwrites, and never makes a file longer."""
+    """Overwrite up to ``length`` bytes, and never make the file longer."""
     new = new[: max(0, min(length, len(raw) - first))]
     raw[first : first + len(new)] = new
 
@@ -72,6 +75,6 @@ STRIKES: dict[str, Strike] = {
 
 
 def cut(files: Files, names: Sequence[str], chance: random.Random) -> None:
-    """A file that is shorter than it was."""
+    """Truncate a random file, to a random length or by 5 %."""
     raw = files[chance.choice(names)]
     del raw[chance.choice([chance.randrange(len(raw) + 1), len(raw) - len(raw) // 20]) :]

@@ -1,4 +1,4 @@
-"""The children of the damage campaign: one fills a directory, one opens it after damage and goes on to use it."""
+"""The children of the damage campaign: one fills a directory; the other, the survivor, opens it after the damage."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from tierstore.nvme import catalogue_entry, record_format
 from tierstore.types import Failure, PageKey
 
 PLANTS = ("unchecked", "signal")
-"""A survivor that trusts what it reads, and one that a signal ends."""
+"""Faults that can be planted in a survivor: it does not verify records, or it ends with a signal."""
 
 NEW = 10_000
-"""Pages that a survivor writes have numbers from here on."""
+"""Lowest number of the new pages that a survivor writes."""
 
 _CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordeal:
-    """What a survivor is given. ``there``: version of each page before the damage; ``history``: all there ever were."""
+    """Arguments of a survivor.
+
+    ``there`` maps each page to its version before the damage, ``history`` to all versions ever written.
+    """
 
     subject: Subject
     home: Path
@@ -48,8 +51,17 @@ class Ordeal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of it. ``outcomes``: "ok" or the failure of each page, before anything is written; ``older``: how
-    many pages were of an earlier version, or erased ones that were there again; ``later``: counts of what came then.
+    """Result of a survivor.
+
+    Attributes:
+        refused: The error if the directory could not be opened, else empty.
+        set_aside: Whether the directory was set aside as damaged when it was opened.
+        outcomes: "ok" or the failure of each page that was read before anything was written.
+        faults: Descriptions of the errors found.
+        compared: Number of pages whose bytes were compared.
+        older: Number of pages that had an earlier version, or were erased and came back.
+        later: Counts of what happened after the first reads.
+        warnings: Warnings that were logged.
     """
 
     refused: str = ""
@@ -62,20 +74,21 @@ class Fate:
     warnings: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """As a child says it."""
+        """Return the result as the line that a child sends."""
         return json.dumps(asdict(self))
 
     @classmethod
     def heard(cls, line: str) -> Self:
-        """From the line."""
+        """Return the result that a child has sent as this line."""
         told = json.loads(line)
         told["outcomes"] = {int(number): outcome for number, outcome in told["outcomes"].items()}
         return cls(**told)
 
 
 def prepare(say: Say, ordeal: Ordeal) -> None:
-    """Fills a new directory with pages, many of them written twice or erased in between, so that there is a free
-    list and there are stale pages. Says the version of each page, and where its record is: file, offset, bytes.
+    """Fill a new directory with pages. Many are written twice or erased, which leaves a free list and stale pages.
+
+    Sends the version of each page, and the location of its record: file, offset and number of bytes.
     """
     chance = random.Random(ordeal.seed)
     rig = ordeal.subject.open(ordeal.home, ordeal.capacity, ordeal.payload)
@@ -114,11 +127,11 @@ def _places(ordeal: Ordeal, there: dict[int, int]) -> dict[int, tuple[str, int, 
 
 
 def survive(say: Say, ordeal: Ordeal) -> None:
-    """Opens, lists, reads every page, writes and erases some, reads, closes, opens, reads again; says a Fate."""
+    """Open the directory, read every page, write and erase some, reopen it and read again. Sends a ``Fate``."""
     if ordeal.plant == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
     if ordeal.plant == "unchecked":
-        setattr(record_format, "verify", _trust)  # noqa: B010  a module's function is no attribute to a type checker
+        setattr(record_format, "verify", _trust)  # noqa: B010  mypy rejects an assignment to a module's function
     with heard_warnings() as warnings:
         try:
             survivor = _Survivor(ordeal)
@@ -165,7 +178,7 @@ class _Survivor:
         return rig
 
     def read_all(self, outcomes: dict[int, str]) -> None:
-        """Every page ever written; bytes that come must be its own."""
+        """Read every page that was ever written. Pages that can be read must have the expected bytes."""
         numbers = sorted(self._want)
         for first in range(0, len(numbers), _CHUNK):
             part = numbers[first : first + _CHUNK]
@@ -181,7 +194,7 @@ class _Survivor:
                     self.later["offered and not found"] += 1
 
     def require_counted(self) -> None:
-        """What failed is in the statistics."""
+        """Check that the tier's statistics count all pages that failed."""
         counts = Counter(self.outcomes.values())
         stats = self._rig.tier.stats()
         for failure, name in ((Failure.INTEGRITY, "read_integrity"), (Failure.IO_ERROR, "read_io_error")):
@@ -189,7 +202,7 @@ class _Survivor:
                 self.faults.append(f"{counts[failure.value]} pages failed, {name} is {stats[name]}")
 
     def go_on(self) -> None:
-        """Writes new pages and new versions, erases others, and reads all again. What was opened takes writes."""
+        """Write new pages and new versions, erase other pages, and read all pages. No write may be refused."""
         old = sorted(self._want)
         chosen = self._chance.sample(old, 40)
         again, gone = chosen[:20], chosen[20:]
@@ -198,7 +211,7 @@ class _Survivor:
             self.later["writes failed"] += len(ack.failures)
             self.faults += [f"a write fails with {failure.value}" for _, failure in ack.failures[:1]]
             failed = {numbers[index] for index, _ in ack.failures}
-            for number in numbers:  # where writes are refused, the erase of the old version may be too
+            for number in numbers:  # if the write was refused, the old version may still be there
                 self._want[number] = {99} | (self._want.get(number, set()) if number in failed else set())
             self._new += [number for number in numbers if number not in failed]
         self._rig.erase(gone)
@@ -210,7 +223,7 @@ class _Survivor:
         self._read_later("after writes")
 
     def reopen(self) -> None:
-        """Closes, opens, and reads all again."""
+        """Reopen the tier and read all pages. Then erase them, write new ones, and close the tier."""
         self._rig.close()
         self._rig = self._open()
         self._read_later("after a reopen")
@@ -218,7 +231,7 @@ class _Survivor:
         self._rig.close()
 
     def _erase_all(self) -> None:
-        """So every record that was left is freed, and then its room is written to."""
+        """Erase all pages, so that every record is freed, and write new pages into the freed space."""
         self._rig.erase([*self._want])
         numbers = [*range(2 * NEW, 2 * NEW + 40)]
         ack = self._rig.ack(self._rig.submit(numbers, 99))
@@ -251,5 +264,5 @@ class _Survivor:
 
 
 def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> record_format.Head:
-    """A planted bug: whatever is read is right."""
+    """Replaces ``record_format.verify`` as a planted bug: it accepts every record."""
     return record_format.parse(bytes(head))

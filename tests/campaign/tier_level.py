@@ -1,4 +1,4 @@
-"""The campaign at the level of the NVMe tier: the victim, the look at what it left, and the search for leaked room."""
+"""The kill campaign on the NVMe tier: the victim, the check of the files it left, and the search for leaked space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_FLIGHT = 4
 
 
 def act(say: Say, turn: Turn) -> None:
-    """Writes, overwrites, erases, reads and syncs for ever. Says ``begin``, ``open``, then what the ledger hears."""
+    """Write, overwrite, erase, read and sync until killed. Sends "begin", "open", and the lines of ``Ledger.hear``."""
     say("begin")
     victim = _Victim(say, turn)
     say("open")
@@ -80,7 +80,7 @@ class _Victim:
         self._erase(gone)
 
     def _erase(self, numbers: list[int]) -> None:
-        for first in range(0, len(numbers), 200):  # a line is written to the pipe at once, or not at all
+        for first in range(0, len(numbers), 200):  # so that a line is short enough to be written atomically
             part = numbers[first : first + 200]
             self._say(" ".join(["erase", *map(str, part)]))
             self._rig.erase(part)
@@ -141,7 +141,10 @@ class _Victim:
 
 
 def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dict[int, set[int]]) -> None:
-    """Opens what is left, reads every page there ever was, and says a ``Look``. ``allowed`` is the ledger's."""
+    """Open the directory that the victim left, read every page, and send a ``Look``.
+
+    ``allowed`` and ``history`` are those of the ledger.
+    """
     faults, before = [], list(turn.home.glob("*.damaged-*"))
     with heard_warnings() as warnings:
         rig = turn.subject.open(turn.home, turn.capacity, turn.payload)
@@ -149,7 +152,7 @@ def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dic
         faults.append(f"set aside {'by the victim' if before else 'after it'}: {warnings}")
     listed = list(rig.tier.records())
     faults += _listing_faults(turn.subject, listed, rig.tier.budget_nbytes)
-    if not rig.tier.sync(PATIENCE_S):  # what there is no room for is gone after it
+    if not rig.tier.sync(PATIENCE_S):  # erases the records that exceed the budget
         faults.append("a sync that is false")
     there = _read_back(rig, turn.subject, allowed, history, faults)
     differs = {key(number) for number in there} ^ {found for found, _, _ in listed}
@@ -174,7 +177,7 @@ def _read_back(
     history: dict[int, set[int]],
     faults: list[str],
 ) -> dict[int, int]:
-    """The version of each page that is there."""
+    """Return the version of each page that can be read. Add a description of each error to ``faults``."""
     there: dict[int, int] = {}
     for first in range(0, subject.space, _CHUNK):
         part = list(range(first, min(first + _CHUNK, subject.space)))
@@ -219,7 +222,7 @@ def _version(
     history: set[int],
     faults: list[str],
 ) -> int | None:
-    """Which version the bytes are; a fault if it is not one that may be there."""
+    """Return the version in ``may`` that has these bytes. If there is none, add a fault and return None."""
     for version in sorted(version for version in may if version is not None):
         if np.array_equal(got, subject.page(number, version)):
             return version
@@ -230,8 +233,10 @@ def _version(
 
 
 def fill(say: Say, subject: Subject, home: Path, capacity: int, payload: str) -> None:
-    """Erases everything, then writes pages that do not shrink until one is refused. Says how many were taken, how many
-    of them can be read, how many the budget promises, and the bytes on disk.
+    """Erase everything, then write pages that cannot be compressed until one is refused.
+
+    Sends the number of pages accepted, how many of them can be read, how many fit into the budget, and the bytes on
+    disk.
     """
     rig = subject.open(home, capacity, payload)
     rig.tier.submit_erase([found for found, _, _ in rig.tier.records()])

@@ -1,4 +1,4 @@
-"""One turn of a kill campaign, as it travels to the child that plays it, and what a look afterwards found."""
+"""The messages between a kill campaign and its children: the arguments of a turn, and what was found after it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey
 
 PLANTS = ("early", "stale", "greedy disk")
-"""Lies a victim may be told to tell: a sync that was none, a version that is another's, a capacity that is larger."""
+"""Faults that can be planted in a victim: it skips syncs, writes wrong versions, or opens with too large a capacity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is written: pages of ``page_nbytes``, numbered below ``space``. Content follows from number and version."""
+    """The pages of a campaign: ``page_nbytes`` bytes each, with numbers below ``space``.
+
+    The content of a page follows from its number and its version.
+    """
 
     codec: Literal["none", "exp"]
     page_nbytes: int
@@ -32,7 +35,7 @@ class Subject:
 
     @property
     def layout(self) -> PageLayout:
-        """One group of 16-bit numbers."""
+        """Return the layout of a page: one KV group of 16-bit numbers."""
         numbers, rest = divmod(self.page_nbytes, 4)
         tokens = 16 if numbers % 16 == 0 else 4
         assert not rest
@@ -49,7 +52,10 @@ class Subject:
         )
 
     def page(self, number: int, version: int) -> NDArray[np.uint8]:
-        """Noise; with ``exp`` three pages of four are worth encoding."""
+        """Return the content of a page in this version.
+
+        Pages contain noise. With the codec ``exp``, three pages in four contain data that the codec can encode.
+        """
         if self.codec == "none" or number % 4 == 0:
             return page(number, version, self.page_nbytes)
         drawn = np.random.default_rng([number, version]).standard_normal(
@@ -58,16 +64,16 @@ class Subject:
         return (drawn.view(np.uint32) >> 16).astype("<u2").view(np.uint8)[: self.page_nbytes]
 
     def parent(self, number: int) -> PageKey | None:
-        """The page before; none for the first of eight."""
+        """Return the key of the previous page. Every eighth page has no parent."""
         return key(number - 1) if number % 8 else None
 
     def open(self, home: Path, capacity: int, payload: str) -> Rig:
-        """A tier for these pages."""
+        """Open a tier in ``home`` for this subject's pages."""
         return Rig(self, home, capacity, payload)
 
 
 class Rig(rig.Rig):
-    """A tier with the pages of a subject."""
+    """A tier that holds the pages of a subject."""
 
     def __init__(self, subject: Subject, home: Path, capacity: int, payload: str) -> None:
         self._subject = subject
@@ -82,7 +88,7 @@ class Rig(rig.Rig):
         )
 
     def submit(self, numbers: list[int], version: int) -> int:
-        """Write a version of each; the transfer's id."""
+        """Submit a write of this version of each page. Returns the ID of the transfer."""
         subject = self._subject
         transfer = self.transfer([key(n) for n in numbers], [subject.parent(n) for n in numbers])
         self.tier.submit_write(transfer, [subject.page(n, version) for n in numbers])
@@ -91,7 +97,11 @@ class Rig(rig.Rig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a victim is given. ``there``: version of each page in the directory. ``greedy``: it minds no budget."""
+    """Arguments of a victim.
+
+    ``there`` maps each page in the directory to its version. A ``greedy`` victim ignores the budget. Versions of its
+    writes start at ``first_version``.
+    """
 
     subject: Subject
     home: Path
@@ -106,7 +116,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What was found. ``faults``: everything that must not be, in words."""
+    """The findings of a child that examined the directory after a kill.
+
+    ``there`` maps each page that was found to its version. ``faults`` describes each error. ``pages`` and
+    ``nbytes`` count what was compared.
+    """
 
     there: dict[int, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -116,19 +130,19 @@ class Look:
     disk_nbytes: int = 0
 
     def line(self) -> str:
-        """As a child says it."""
+        """Return the result as the line that a child sends."""
         return json.dumps(asdict(self))
 
     @classmethod
     def heard(cls, line: str) -> Self:
-        """From the line."""
+        """Return the result that a child has sent as this line."""
         told = json.loads(line)
         told["there"] = {int(number): version for number, version in told["there"].items()}
         return cls(**told)
 
 
 def disk_nbytes(home: Path) -> int:
-    """Allocated bytes of everything in a home, whose files and folders may come and go meanwhile."""
+    """Return how many bytes the disk has allocated for a home. Files may be created and deleted meanwhile."""
     total = 0
     for folder, _, names in os.walk(home):
         for path in (folder, *(os.path.join(folder, name) for name in names)):

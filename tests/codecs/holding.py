@@ -1,4 +1,4 @@
-"""What every lossy codec promises, checked on one page by plain arithmetic of its own; and pages to check it on."""
+"""Pages for tests of lossy codecs, and checks of what every such codec guarantees, computed independently of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def spec_of(
 
 
 def words_of(numbers: NDArray[np.float32], dtype: str) -> Bytes:
-    """Nearest numbers of ``dtype``, as bytes; those of bfloat16 are cut, which is near enough for a test's input."""
+    """Return the numbers as bytes of ``dtype``: rounded, or truncated for bfloat16, which is close enough for tests."""
     flat = numbers.reshape(-1)
     if dtype == "bfloat16":
         return (flat.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
@@ -44,7 +44,7 @@ def words_of(numbers: NDArray[np.float32], dtype: str) -> Bytes:
 
 
 def values_of(page: Bytes, spec: PageSpec, offset: int = 0) -> Doubles:
-    """The numbers of a group, exactly."""
+    """Return the numbers of one group exactly, in float64 and in the spec's shape."""
     raw = page[offset : offset + spec.page_nbytes]
     if spec.dtype == "bfloat16":
         numbers: NDArray[Any] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -56,7 +56,7 @@ def values_of(page: Bytes, spec: PageSpec, offset: int = 0) -> Doubles:
 def numbers_like_kv(
     chance: np.random.Generator, spec: PageSpec, features: frozenset[str]
 ) -> NDArray[np.float32]:
-    """Normal numbers of a scale a channel, with whatever of FEATURES is asked for; all of them can be encoded."""
+    """Return normally distributed numbers, scaled per channel, with the given FEATURES. All of them can be encoded."""
     channels = (spec.shape[0], spec.shape[1], 1, *spec.shape[3:])
     found = chance.standard_normal(spec.shape) * np.exp2(chance.integers(-4, 5, channels))
     if "offsets" in features:
@@ -78,7 +78,7 @@ def numbers_like_kv(
 
 
 def page_like_kv(layout: PageLayout, seed: int, features: frozenset[str] = frozenset()) -> Bytes:
-    """A page of such numbers; noise where groups are no floats, and between groups."""
+    """Return a page of ``numbers_like_kv``, with noise between groups and in groups that lossy codecs do not encode."""
     chance = np.random.default_rng(seed)
     page = chance.integers(0, 256, layout.blob_nbytes, dtype=np.uint8)
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
@@ -89,7 +89,10 @@ def page_like_kv(layout: PageLayout, seed: int, features: frozenset[str] = froze
 
 
 def encoded(codec: Lossy, layout: PageLayout, page: Bytes) -> Bytes | None:
-    """The payload, of a page that is not changed; room is ample, for pages too small to be worth a payload."""
+    """Return the payload, or None if the page is left raw. Require that encoding does not change the page.
+
+    The output buffer is larger than the page: the payload of a very small page can be larger than the page.
+    """
     out = np.full(4 * page.nbytes + 4096, 0xA5, dtype=np.uint8)
     before = page.copy()
     length = Encoder(codec, layout).encode(page, out)
@@ -98,7 +101,7 @@ def encoded(codec: Lossy, layout: PageLayout, page: Bytes) -> Bytes | None:
 
 
 def decoded(codec: Lossy, layout: PageLayout, payload: Bytes) -> Bytes:
-    """The page, decoded between two guards that must stay as they are."""
+    """Return the decoded page. Require that the decoder does not write into the guard bytes before and after it."""
     memory = np.full(layout.blob_nbytes + 2 * GUARD, 0x5A, dtype=np.uint8)
     page = memory[GUARD:-GUARD]
     try:
@@ -110,7 +113,7 @@ def decoded(codec: Lossy, layout: PageLayout, payload: Bytes) -> Bytes:
 
 
 def assert_holds(codec: Lossy, layout: PageLayout, page: Bytes) -> None:
-    """What the codec promises of this page, which it must encode: bounds of error, and all else bit by bit."""
+    """Require that the codec encodes this page, with errors within its bounds and all other bytes unchanged."""
     payload = encoded(codec, layout, page)
     assert payload is not None
     back = decoded(codec, layout, payload)
@@ -127,7 +130,7 @@ def assert_holds(codec: Lossy, layout: PageLayout, page: Bytes) -> None:
 
 
 def sharing(name: str, plane: str, shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """A number for each ``[layers, tokens, heads, dim]``: equal where a scale is shared."""
+    """Return an index for each number, ``[layers, tokens, heads, dim]``. Numbers that share a scale share an index."""
     layers, _, tokens, heads, dim = shape
     layer, token, head, at = np.indices((layers, tokens, heads, dim))
     parts: tuple[NDArray[np.intp], ...]
@@ -161,14 +164,14 @@ def _within(scheme: Scheme, dtype: str, shares: NDArray[np.intp], before: Double
     worst = np.unravel_index(np.argmax(errors - allowed), errors.shape)
     assert errors[worst] <= allowed[worst], f"{before[worst]} came back as {after[worst]}"
     members = int(np.bincount(shares.reshape(-1)).max())
-    scale = max(np.abs(before).max(), 1e-300)  # squares of the largest numbers have no float
+    scale = max(np.abs(before).max(), 1e-300)  # the squares of the largest numbers would overflow
     norm, moved = np.linalg.norm(before / scale), np.linalg.norm(errors / scale)
     slack = TINY[dtype] / scale * before.size**0.5
     assert moved <= bound.frobenius(members, dtype) * norm + slack
 
 
 def _extents(numbers: Doubles, shares: NDArray[np.intp], *, signed: bool) -> Doubles:
-    """For each number the extent of those it shares a scale with."""
+    """Return for each number the largest magnitude (if ``signed``) or the range of the numbers that share its scale."""
     high = np.full(int(shares.max()) + 1, -np.inf)
     low = -high
     np.maximum.at(high, shares, np.abs(numbers) if signed else numbers)
@@ -177,5 +180,5 @@ def _extents(numbers: Doubles, shares: NDArray[np.intp], *, signed: bool) -> Dou
 
 
 def without_zstd(codec: Lossy) -> Lossy:
-    """The same numbers, and a payload whose every part has its place."""
+    """Return the codec without zstd. It gives the same numbers, and all parts of its payload have fixed offsets."""
     return replace(codec, zstd=False)

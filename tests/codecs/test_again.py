@@ -1,6 +1,8 @@
-"""A page that goes down and comes back again and again loses something the first time only."""
+"""Test that encoding and decoding a page repeatedly adds almost no error after the first time."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from tests.codecs.holding import (
     spec_of,
     values_of,
 )
+from tests.support import lanes
 from tierstore.codecs import LOSSY, lossy
 from tierstore.page import PageLayout
 
@@ -34,7 +37,7 @@ def again(name: str, layout: PageLayout, page: Bytes) -> Bytes:
     return decoded(LOSSY[name], layout, payload)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=lanes.examples(15, 60))
 @given(
     st.sampled_from(FLOATS),
     st.integers(1, 40),
@@ -43,10 +46,13 @@ def again(name: str, layout: PageLayout, page: Bytes) -> Bytes:
     st.integers(0, 1 << 30),
 )
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_the_third_time_changes_nothing(
+def test_third_encoding_changes_nothing(
     name: str, dtype: str, tokens: int, dim: int, wanted: frozenset[str], seed: int
 ) -> None:
-    """The second time changes an int8 number only where 127 steps of its scale lie between two of bfloat16's."""
+    """Encode and decode a page three times.
+
+    The second time changes an int8 page only where 127 times the scale is not a bfloat16 number.
+    """
     layout = PageLayout.of(spec_of(dtype, 2, tokens, 2, dim))
     first = again(name, layout, page_like_kv(layout, seed, wanted))
     second = again(name, layout, first)
@@ -57,9 +63,11 @@ def test_the_third_time_changes_nothing(
         assert (second != first).mean() <= 0.05
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", FIXED)
-def test_after_fifty_times_the_error_is_nearly_that_of_the_first(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    lanes.some(product(FIXED, FLOATS), lambda name, dtype: name == "int8" or dtype == "bfloat16"),
+)
+def test_error_after_fifty_encodings_is_nearly_that_of_the_first(name: str, dtype: str) -> None:
     spec = spec_of(dtype, 2, 64, 2, 64)
     layout = PageLayout.of(spec)
     page = page_like_kv(layout, 5, frozenset({"offsets", "outliers"}))

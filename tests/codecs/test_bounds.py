@@ -1,4 +1,4 @@
-"""Whatever a page holds, each lossy codec gives its numbers back within what it declares, and all else as it was."""
+"""Test that each lossy codec decodes any page within its declared error bounds and leaves everything else unchanged."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.codecs.holding import (
     values_of,
     words_of,
 )
+from tests.support import lanes
 from tierstore.codecs import LOSSY, lossy
 from tierstore.codecs.quantization import LARGEST, Shape
 from tierstore.page import PageLayout
@@ -52,13 +53,13 @@ def has_numbers(layout: PageLayout) -> bool:
     return any(spec.dtype in FLOATS and spec.kind != "state" for spec in layout.specs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=lanes.examples(8, 60))
 @given(groups, st.integers(1, 70), features, st.integers(0, 1 << 30))
 @example([("bfloat16", "mha", 2, 2, 64)], 64, frozenset(FEATURES), 0)
 @example([("float16", "mha", 2, 2, 64)], 65, frozenset({"extremes", "outliers"}), 1)
 @example([("float32", "mha", 2, 2, 64)], 33, frozenset({"extremes", "tiny", "subnormals"}), 2)
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_come_back_within_the_bounds(
+def test_numbers_are_decoded_within_the_bounds(
     name: str, drawn: list[tuple[str, Any, int, int, int]], tokens: int, wanted: frozenset[str], seed: int
 ) -> None:
     layout = layout_of(drawn, tokens)
@@ -80,10 +81,10 @@ patterns = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=lanes.examples(8, 60))
 @given(patterns, st.sampled_from(FLOATS), st.integers(1, 40), st.integers(0, 1 << 30))
 @pytest.mark.parametrize("name", NAMES)
-def test_any_finite_patterns_come_back_within_the_bounds(
+def test_any_finite_patterns_are_decoded_within_the_bounds(
     name: str, pattern: list[int], dtype: str, tokens: int, seed: int
 ) -> None:
     layout = PageLayout.of(spec_of(dtype, 2, tokens, 1, 40))
@@ -99,7 +100,7 @@ def test_any_finite_patterns_come_back_within_the_bounds(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_zeros_come_back_as_zeros_and_constant_channels_as_they_were(name: str, dtype: str) -> None:
+def test_zeros_are_decoded_as_zeros_and_constant_channels_exactly(name: str, dtype: str) -> None:
     spec = spec_of(dtype, 2, 40, 2, 64)
     layout = PageLayout.of(spec)
     zeros = np.zeros(spec.page_nbytes, dtype=np.uint8)
@@ -134,7 +135,7 @@ def test_a_page_with_one_number_that_is_not_finite_or_too_large_is_kept_raw(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_outlier_does_not_reach_those_that_share_no_scale_with_it(name: str) -> None:
+def test_one_outlier_does_not_affect_numbers_with_another_scale(name: str) -> None:
     spec = spec_of("bfloat16", 2, 64, 2, 64)
     layout = PageLayout.of(spec)
     page = page_like_kv(layout, 3)
@@ -167,8 +168,8 @@ def test_one_outlier_does_not_reach_those_that_share_no_scale_with_it(name: str)
         ("int4-64", 0.39, 0.39),
     ],
 )
-def test_the_declared_bound_of_the_norm_says_something(name: str, keys: float, values: float) -> None:
-    """Of 64 dimensions in bfloat16; fp8's of 64 tokens."""
+def test_declared_error_norm_bound_is_tight(name: str, keys: float, values: float) -> None:
+    """Compare the bounds for 64 tokens of one bfloat16 head of 64 dimensions with ``keys`` and ``values``."""
     for scheme, most in ((LOSSY[name].keys, keys), (LOSSY[name].values, values)):
         members = scheme.members(Shape(64, 1, 64))
         assert 0.9 * most < scheme.bound.frobenius(members, "bfloat16") <= most

@@ -1,4 +1,4 @@
-"""Arithmetic of bfloat16 and e4m3 in NumPy gives the bits that torch gives."""
+"""Test that the NumPy arithmetic for bfloat16, float16 and e4m3 gives the same bits as torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def narrowed(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.generic]:
 
 
 def finite_float32() -> NDArray[np.float32]:
-    """Of every exponent, ties between two numbers of bfloat16 and of float16 and their neighbours among them."""
+    """Return float32 numbers of every exponent, including ties in bfloat16 and float16 and numbers next to ties."""
     chance = np.random.default_rng(0)
     bits = chance.integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
     ties = chance.integers(0, 1 << 16, 1 << 14, dtype=np.uint32) << 16
@@ -35,7 +35,7 @@ def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     np.testing.assert_array_equal(narrowed(numbers, "bfloat16"), wanted)
 
 
-def test_rounding_to_float16_is_that_of_torch_but_for_what_would_be_infinite() -> None:
+def test_rounding_to_float16_equals_torch_except_overflow() -> None:
     numbers = finite_float32()
     wanted = torch.from_numpy(numbers).clamp(-65504, 65504).to(torch.float16).numpy()
     np.testing.assert_array_equal(narrowed(numbers, "float16"), wanted)
@@ -69,14 +69,17 @@ def test_stored_scales_are_the_nearest_or_never_smaller_and_at_most_a_128th_larg
 
 
 def fp8_page(numbers: NDArray[np.float32], dtype: str, scale: float) -> tuple[PageLayout, NDArray[np.uint8]]:
-    """A page of one layer whose K are ``numbers``, with 448 * scale in front: so that ``scale`` is stored."""
+    """Return a page with one layer, whose K consists of 448 * ``scale`` and ``numbers``.
+
+    The first number makes ``scale`` the stored scale.
+    """
     numbers = np.concatenate([np.full(1, 448 * scale, dtype=np.float32), numbers])
     spec = spec_of(dtype, 1, 1, 1, numbers.size)
     return PageLayout.of(spec), words_of(np.concatenate([numbers, np.zeros_like(numbers)]), dtype)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 16.0])
-def test_codes_of_fp8_are_those_of_torch(scale: float) -> None:
+def test_codes_of_fp8_equal_those_of_torch(scale: float) -> None:
     words = np.arange(1 << 16, dtype=np.uint32) << 16
     every = words.view(np.float32)[np.abs(words.view(np.float32)) <= 448 * scale]
     chance = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Bugs planted in the codecs' arithmetic: the check of the bounds, or the pages that come back, must notice each."""
+"""Test that each bug planted in the codecs' arithmetic is noticed by a check of error bounds or of decoded pages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
     (
         quantization,
         Bug(
-            "what is too large becomes infinite",
+            "too large numbers become infinite",
             "np.clip(numbers, -limit, limit, out=numbers)",
             "np.multiply(numbers, np.float32(1), out=numbers)",
         ),
@@ -132,7 +132,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
     (
         lossy,
         Bug(
-            "what is between groups is left out",
+            "bytes between groups are skipped",
             "((start, end) for start, end in zip(starts, ends, strict=True) if start < end)",
             "((start, end) for start, end in zip(starts, ends, strict=True) if start < end - 4096)",
         ),
@@ -147,7 +147,7 @@ BUGS: list[tuple[ModuleType, Bug]] = [
 
 
 def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> ModuleType:
-    """Put the module with the bug in its place, and return it."""
+    """Replace the module with a copy that contains the bug, and return the copy."""
     small = {"MOST_STORED": lossy.MOST_STORED, "_PART": lossy._PART} if module is lossy else {}
     planted = planting.install(patch, module, bug)
     vars(planted).update(small)
@@ -155,7 +155,7 @@ def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> 
 
 
 def bugged(scheme: Scheme, planted: ModuleType) -> Any:
-    """Return the scheme made by the planted module's class, or the scheme itself if that module has no such class."""
+    """Return the scheme as an instance of the planted module's class, or unchanged if that module has no such class."""
     kind = vars(planted).get(type(scheme).__name__) if planted.__name__ == quantization.__name__ else None
     return scheme if kind is None else kind(**asdict(scheme))  # type: ignore[call-overload]
 
@@ -189,13 +189,13 @@ def hold_with(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("module", [quantization, lossy])
-def test_without_a_bug_everything_holds(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bug_all_checks_pass(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_with(module, None, monkeypatch)
 
 
 @pytest.mark.parametrize(("module", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_planted_bug_is_noticed(module: ModuleType, bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    planting.find("tierstore.codecs", bug)  # an outdated bug fails here
+    planting.find("tierstore.codecs", bug)  # fails if the bug is outdated
     with pytest.raises((AssertionError, IntegrityError, ValueError, IndexError)):
         hold_with(module, bug, monkeypatch)

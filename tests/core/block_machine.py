@@ -1,4 +1,4 @@
-"""A state machine over block tables: every call in any order, read back from slots that are really written."""
+"""A state machine that calls the methods of block tables in random order and reads tokens back from the slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.block_model import NUM_SLOTS, BlockModel, Code, Row, sequence_in
 
 
 class BlockMachine(BlockModel, RuleBasedStateMachine):
-    """Two families of tables over one store; ``code`` is what is tested."""
+    """Two families of block tables that share a store. ``code`` contains the classes under test."""
 
     code: ClassVar[Code] = Code()  # type: ignore[misc]
 
@@ -27,7 +27,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
     def _row(self, data: st.DataObject) -> Row:
         return data.draw(st.sampled_from(self.rows), label="row")
 
-    # -- sequences that come and go -----------------------------------------------------------------------------
+    # -- sequences that start and end ---------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.rows) < 4)
     @rule(family=st.integers(0, 1))
@@ -37,7 +37,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
     @precondition(lambda self: self.sealed and len(self.rows) < 4)
     @rule(data=st.data(), family=st.integers(0, 1), behind=st.sampled_from((0, 0, 1)))
     def share(self, data: st.DataObject, family: int, behind: int) -> None:
-        """A sequence that begins with pages of the store, those behind its window left out."""
+        """Start a sequence with sealed pages. The first ``behind`` pages are outside its window."""
         slots = data.draw(st.lists(st.sampled_from(sorted(self.sealed)), max_size=3, unique=True))
         row = self._open(family)
         row.table.reuse(slots, behind)
@@ -52,7 +52,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        """The sequence keeps its table and begins anew; what the store is doing for it goes on."""
+        """Clear the table and let its sequence start again. Puts in progress continue."""
         self.end_life(self._row(data))
 
     @precondition(lambda self: self.rows)
@@ -95,12 +95,18 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
         self.freed(row.table.drop_before(position))
         row.first_page = max(row.first_page, min(position, len(row.tokens)) // self.page_size)
 
-    # -- pages that become the store's --------------------------------------------------------------------------
+    # -- pages that are handed over to the store ----------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), moved=st.integers(0, 2), less=st.sampled_from((0, 0, 0, 1)), late=st.booleans())
     def seal(self, data: st.DataObject, moved: int, less: int, late: bool) -> None:
-        """``moved``: pages the store had already, in other slots. ``late``: it answers after other calls."""
+        """Seal the full private pages of a sequence.
+
+        Args:
+            moved: Number of pages that the store already has in other slots.
+            less: Number of tokens at the end that must not be sealed.
+            late: Whether the store returns the slots only after other calls.
+        """
         row = self._row(data)
         limit = len(row.tokens) - less
         pages = row.table.sealable(limit)
@@ -126,7 +132,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
     @precondition(lambda self: any(self.expected_sealable(row, len(row.tokens)) for row in self.rows))
     @rule(data=st.data(), moved=st.integers(0, 2))
     def answer_after_the_sequence_came_back(self, data: st.DataObject, moved: int) -> None:
-        """Preempted while the store takes its pages, begun anew as long as it was: the answer is too late."""
+        """Preempt a sequence during a put, and write the same number of tokens again before the put ends."""
         row = data.draw(st.sampled_from([r for r in self.rows if self.expected_sealable(r, len(r.tokens))]))
         num_tokens = len(row.tokens)
         ticket = self.ticket(row, row.table.sealable(), moved)
@@ -134,12 +140,12 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
         self.write(row, 0, num_tokens)
         self.finish(ticket)
 
-    # -- what is refused ----------------------------------------------------------------------------------------
+    # -- calls that must be rejected ----------------------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), more=st.integers(1, 5))
     def wrong_slots(self, data: st.DataObject, more: int) -> None:
-        """One too many, one that is owned already, one twice."""
+        """Try to extend a table with one slot too many, a slot that is owned already, or the same slot twice."""
         row = self._row(data)
         start, stop = len(row.tokens), len(row.tokens) + more
         needed = self.needs(row, start, stop)
@@ -192,7 +198,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
         with self.refused(row):
             row.table.seal(len(row.table.slots), [slot], row.table.generation)
 
-    # -- what holds after each ----------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def each_sequence_reads_back_its_tokens(self) -> None:

@@ -1,4 +1,4 @@
-"""What block tables are checked against: sequences that are plain lists, and slots that are really written."""
+"""A reference model for block tables: sequences are plain lists, and the slots contain real tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 NUM_SLOTS = 20
 POISON = -7
-"""What stands where nobody has written, and where a slot was freed."""
+"""Content of slots that were never written, or that were freed."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A table and what it has to read back. ``tokens`` before page ``first_page`` are not read any more."""
+    """A table and the tokens that its pages must contain. Tokens before page ``first_page`` are not read again.
+
+    ``lives`` is the number of times that the table was cleared.
+    """
 
     table: BlockTable
     tokens: list[int]
@@ -33,7 +36,7 @@ class Row:
 
 @dataclass(eq=False)
 class Ticket:
-    """Pages on their way to the store. ``moved``: how many of them the store already holds, in other slots."""
+    """A put in progress. ``moved`` is the number of its first pages that the store already has in other slots."""
 
     row: Row
     life: int
@@ -46,14 +49,18 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Code:
-    """The code under test."""
+    """The classes under test."""
 
     table: type[BlockTable] = BlockTable
     private: type[PrivateSlots] = PrivateSlots
 
 
 class BlockModel:
-    """``owned``: given to tables and not heard of again. ``sealed``: the store's, by slot, with what is in them."""
+    """A store of ``NUM_SLOTS`` slots, and the sequences in its block tables.
+
+    ``owned`` contains the slots that were given to tables and are still private. ``sealed`` maps the slot of each
+    sealed page to its tokens.
+    """
 
     def begin(self, code: Code, page_size: int) -> None:
         self.code, self.page_size = code, page_size
@@ -66,7 +73,7 @@ class BlockModel:
         self.tickets: list[Ticket] = []
         self.values = count()
 
-    # -- what the model knows ------------------------------------------------------------------------------------
+    # -- state of the model --------------------------------------------------------------------------------------
 
     def pointing(self) -> Counter[int]:
         return Counter(slot for row in self.rows for slot in row.table.slots if slot != NO_PAGE)
@@ -75,15 +82,15 @@ class BlockModel:
         return slot in self.owned and self.pointing()[slot] == 1
 
     def needs(self, row: Row, first: int, stop: int) -> int:
-        """Slots that writing ``[first, stop)`` takes: new pages, and those that others may read too."""
+        """Return how many slots a write of tokens ``[first, stop)`` needs, for new pages and for copies."""
         pages = range(first // self.page_size, -(-stop // self.page_size)) if stop > first else range(0)
         held = len(row.table.slots)
         return sum(page >= held or not self.writable(row.table.slots[page]) for page in pages)
 
-    # -- what callers of a table do ------------------------------------------------------------------------------
+    # -- steps of a caller ---------------------------------------------------------------------------------------
 
     def take(self, num_slots: int) -> list[int]:
-        """The store's side of ``allocate``: slots that no table names, then those of pages it can do without."""
+        """Return up to ``num_slots`` free slots. If necessary, evict sealed pages that no table refers to."""
         pointing = self.pointing()
         for slot in [slot for slot in self.sealed if not pointing[slot]]:
             if len(self.free) < num_slots:
@@ -97,14 +104,14 @@ class BlockModel:
         self.free.append(slot)
 
     def freed(self, slots: Iterable[int]) -> None:
-        """A table says that these are ours to give back."""
+        """Return to the store the slots that a table freed."""
         for slot in slots:
             assert slot in self.owned, "freed twice, or not the table's"
             self.owned.remove(slot)
             self.put_back(slot)
 
     def write(self, row: Row, first: int, stop: int, reserve: int = 0) -> None:
-        """Tokens ``[first, stop)`` anew, with room for ``reserve`` more; nothing if the store has no room."""
+        """Write tokens ``[first, stop)``, with space for ``reserve`` more, unless the store has too few slots."""
         needed = self.needs(row, first, stop + reserve)
         assert row.table.missing_slots(stop + reserve, first) == needed
         slots = self.take(needed)
@@ -142,13 +149,16 @@ class BlockModel:
         )
 
     def finish(self, ticket: Ticket) -> None:
-        """The store has taken the pages: in the slots they were in, but for the first few, which it had already."""
+        """End a put and seal its pages.
+
+        The first ``ticket.moved`` pages get other slots, because the store already has them. The rest keep theirs.
+        """
         row = ticket.row
         size, stop = self.page_size, ticket.first + len(ticket.mine)
         late = row.lives != ticket.life
         here = row.table.slots[ticket.first : stop] == ticket.mine and stop * size <= len(row.tokens)
         if not late and not (here and all(map(self.writable, ticket.mine))):
-            return  # Truncated, shared or dropped meanwhile: an engine does not tell of these.
+            return  # The pages were truncated, shared or dropped. An engine does not seal such pages.
         other = self.take(ticket.moved)
         slots = other + ticket.mine[len(other) :]
         for slot, content in zip(other, ticket.contents, strict=False):
@@ -158,14 +168,14 @@ class BlockModel:
                 assert not row.table.seal(ticket.first, slots, ticket.generation)
             return
         current = [tuple(self.memory[slot]) for slot in ticket.mine]
-        for slot, content in zip(slots, current, strict=True):  # an overwrite before the end counts
+        for slot, content in zip(slots, current, strict=True):  # includes overwrites during the put
             self.memory[slot], self.sealed[slot] = list(content), content
         assert row.table.seal(ticket.first, slots, ticket.generation)
         self.owned.difference_update(ticket.mine)
         for slot in ticket.mine[: len(other)]:
             self.put_back(slot)
 
-    # -- what holds ------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def nothing_changes(self, row: Row) -> Iterator[None]:
@@ -182,7 +192,7 @@ class BlockModel:
 
     @contextmanager
     def refused(self, row: Row) -> Iterator[None]:
-        """The call inside raises ValueError and leaves the table as it was."""
+        """Assert that the code in the ``with`` block raises ValueError and does not change the table."""
         with self.nothing_changes(row), pytest.raises(ValueError, match=r"."):
             yield
 
@@ -214,5 +224,5 @@ class BlockModel:
 
 
 def sequence_in(slots: Sequence[int], model: BlockModel) -> list[int]:
-    """The tokens that sealed pages hold, in order."""
+    """Return the tokens of these sealed pages, in order."""
     return [token for slot in slots for token in model.sealed[slot]]

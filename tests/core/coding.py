@@ -1,4 +1,4 @@
-"""Pages coded by kernels beside the same pages coded by ``tierstore.codecs``, every byte compared. On any device."""
+"""Compares the coding kernels, on any device, with ``tierstore.codecs``, byte for byte."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ FILL = 0xA5
 
 
 class Bench:
-    """Pages in slots of a device, and room for their payloads.
+    """Pages in slots in the memory of a device, and a buffer for their payloads.
 
-    ``order``: the slots a call is about, in its order; the tensor that it gets begins with others.
+    ``order`` lists the slots that each kernel call encodes or decodes, in this order. The slot tensor that the call
+    receives begins with two other slots, which the call must ignore.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Bench:
         self._kernels = kernels
 
     def own_slots(self) -> None:
-        """In slots of our own."""
+        """Put the pages into slots of a pool that this object creates."""
         pool = torch.zeros(len(self.pages) * self.layout.slot_nbytes, dtype=torch.uint8, device=self._device)
         rows = pool.view(len(self.pages), -1)[:, : self.layout.blob_nbytes]
 
@@ -54,7 +55,7 @@ class Bench:
         self._open(addresses.pool_strides(pool, self.layout), pool)
 
     def engine_slots(self, engine: Sequence[EnginePages]) -> None:
-        """In an engine's tensors."""
+        """Put the pages into an engine's tensors."""
         pool = EnginePool(self.layout, engine)
         found = addresses.tensor_strides(pool.layers)
         assert found is not None
@@ -68,7 +69,7 @@ class Bench:
         self._open(found, None)
 
     def encode(self) -> tuple[list[Bytes], list[int]]:
-        """The payloads in the call's order, and the flags."""
+        """Write the pages and encode them. Return payloads and error flags in the order of ``self.order``."""
         for slot, page in enumerate(self.pages):
             self.write(slot, page)
         self.payloads.fill_(FILL)
@@ -78,7 +79,7 @@ class Bench:
         return [row[: self.nbytes].copy() for row in rows], flags
 
     def decode(self, payloads: Sequence[Bytes]) -> tuple[list[Bytes], list[int]]:
-        """The pages in the call's order, and the flags."""
+        """Decode the payloads into the slots. Return pages and error flags in the order of ``self.order``."""
         for slot in range(len(self.pages)):
             self.write(slot, np.full(self.layout.blob_nbytes, FILL, dtype=np.uint8))
         rows = self.payloads.view(-1, self.stride)
@@ -88,7 +89,10 @@ class Bench:
         return [self.read(slot) for slot in self.order], flags
 
     def require_same(self, *, gaps: bool = True) -> None:
-        """What the kernels make of pages that fit, and of their payloads. ``gaps``: bytes between KV groups too."""
+        """Assert that the kernels encode the pages and decode their payloads exactly like ``tierstore.codecs``.
+
+        The codec must be able to represent all pages. If ``gaps``, bytes between KV groups are compared, too.
+        """
         wanted = [self.encoded(slot) for slot in self.order]
         found, flags = self.encode()
         for want, payload in zip(wanted, found, strict=True):
@@ -105,13 +109,13 @@ class Bench:
         assert not any(flags)
 
     def encoded(self, slot: int) -> Bytes:
-        """By ``tierstore.codecs``."""
+        """Return the payload of a page, as encoded by ``tierstore.codecs``."""
         payload = encoded(self.codec, self.layout, self.pages[slot])
         assert payload is not None
         return payload
 
     def accepted(self, payload: Bytes) -> bool:
-        """By ``tierstore.codecs``."""
+        """Return whether ``tierstore.codecs`` decodes the payload without an IntegrityError."""
         try:
             decoded(self.codec, self.layout, payload)
         except IntegrityError:
@@ -134,7 +138,7 @@ class Bench:
         return told[len(before) :]
 
     def _told(self, payload: Bytes, gaps: bool) -> Bytes:
-        """Without what stands for bytes between KV groups, unless ``gaps``."""
+        """Return the payload. Unless ``gaps``, omit the bytes that encode gaps between KV groups."""
         if gaps:
             return payload
         places, known = PayloadLayout.of(self.layout, self.codec), np.ones(self.nbytes, dtype=bool)

@@ -1,4 +1,4 @@
-"""What the slots and the disk of a model machine really hold, and who may touch them now."""
+"""A model of the hardware: the contents of slots and disks, and the copies in flight between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierstore.types import PageKey, Tier
 
 @dataclass(eq=False)
 class Flight:
-    """A copy under way: ``src`` None stands for an engine that writes the page."""
+    """A copy in flight. If ``src`` is None, an engine writes the page."""
 
     key: PageKey
     src: Tier | None
@@ -21,13 +21,13 @@ class Flight:
     nbytes: int
     parent: PageKey | None
     live: bool = True
-    """The copy was neither aborted nor replaced."""
+    """Whether the copy was neither aborted nor replaced."""
     ran: bool = False
     arrived: bool = False
 
 
 class Disk:
-    """The records of one tier, and what its writer has still to do."""
+    """The records of one tier, and the queue of its writer."""
 
     def __init__(self, budget: int) -> None:
         self.records: dict[PageKey, int] = {}
@@ -35,7 +35,7 @@ class Disk:
         self.budget = budget
 
     def after_queue(self) -> set[PageKey]:
-        """The records there will be once all commands given so far are done."""
+        """Return the keys of the records that will exist once all queued commands have been executed."""
         records = set(self.records)
         for command in self.queue:
             if isinstance(command, Flight):
@@ -46,9 +46,9 @@ class Disk:
 
 
 class Hardware:
-    """Bytes are stood for by the key of the page they belong to; None is garbage.
+    """The contents of all slots and disks. The key of a page stands for its bytes, and None for garbage.
 
-    A disk has one writer that takes writes and erases in the order in which they were given.
+    Each disk has one writer, which executes writes and erases in the order in which they were queued.
     """
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
@@ -56,16 +56,24 @@ class Hardware:
         self.disks = {tier: Disk(budget) for tier, budget in budgets.items()}
 
     def enqueue(self, tier: Tier, command: Flight | PageKey) -> None:
-        """A write, or the erase of a key."""
+        """Queue a write, or the erase of a key, for the writer of a disk."""
         self.disks[tier].queue.append(command)
 
     @property
     def at_work(self) -> list[Tier]:
-        """The disks that have something to do."""
+        """Return the disks whose queue is not empty."""
         return [tier for tier, disk in self.disks.items() if disk.queue]
 
     def run(self, flight: Flight, *, well: bool) -> bool:
-        """Carries the flight out, if that has not happened; whether the right bytes are in its slot."""
+        """Execute the copy unless it has been executed. Commands before it in a disk's queue are executed first.
+
+        Args:
+            flight: The copy.
+            well: Whether the copy succeeds.
+
+        Returns:
+            Whether the page arrived.
+        """
         if flight.dst in self.disks:
             while not flight.ran:
                 self.turn(flight.dst, well=well or self.disks[flight.dst].queue[0] is not flight)
@@ -76,7 +84,7 @@ class Hardware:
         return flight.arrived
 
     def turn(self, tier: Tier, *, well: bool = True) -> None:
-        """The writer of a disk does its next command."""
+        """Execute the next command of a disk's writer. If the command is a write, it succeeds only if ``well``."""
         disk = self.disks[tier]
         command = disk.queue.popleft()
         if not isinstance(command, Flight):

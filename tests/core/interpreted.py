@@ -1,4 +1,4 @@
-"""The coding kernels run by Triton's interpreter: NumPy on ordinary memory, no card."""
+"""Runs the coding kernels in Triton's interpreter, with NumPy on ordinary memory and without a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ KERNELS = "tierstore.gpu.quant.codec_kernels"
 
 
 def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
-    """A second ``codec_kernels`` whose kernels are interpreted; the first stays as it is, imported or not.
+    """Return a second copy of the module ``codec_kernels`` whose kernels are interpreted.
 
-    ``instead``: a file to take for it, by its name; the file must stay there as long as the kernels are used.
+    The original module is not affected, whether it is imported or not.
+
+    Args:
+        instead: Source files to use instead of the modules' own, by module name. Each file must exist as long as
+            the kernels are used.
     """
     own = find_spec(KERNELS)
     assert own is not None
@@ -28,6 +32,6 @@ def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    # The interpreter reduces these two by NumPy, others number by number.
+    # The interpreter runs reductions with these two functions in NumPy, and others element by element.
     vars(module).update(larger=standard._elementwise_max, smaller=standard._elementwise_min)
     return module

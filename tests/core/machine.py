@@ -1,4 +1,4 @@
-"""A state machine over residency, with a model of what every slot really holds beside it."""
+"""A state machine that calls the methods of ``Residency`` in random order and checks it against a reference model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
 
 
 class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
-    """Every call of residency in any order; ``code`` is what is tested."""
+    """Calls the methods of residency in random order. ``code`` contains the classes under test."""
 
     code: ClassVar[Code] = Code(Residency, TierTable)
 
@@ -31,7 +31,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def start(self, hbm: int, host: int, budget: int, policy: str) -> None:
         self.begin(self.code, hbm, host, budget, policy)
 
-    # -- slots of callers ---------------------------------------------------------------------------------------
+    # -- slots owned by callers ---------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.owned)
     @rule()
@@ -90,13 +90,13 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
 
     @rule(keys=key_lists, data=st.data(), up=st.booleans())
     def start_copies_of_a_run(self, keys: list[PageKey], data: st.DataObject, up: bool) -> None:
-        """Pages are copied along an edge together, most often from HOST up, each pinned by who asked."""
+        """Start to copy several pages along one edge, mostly from HOST to HBM. The caller pins each new copy."""
         src, dst = (Tier.HOST, Tier.HBM) if up else data.draw(st.permutations(self.tiers))[:2]
         self._reserve_run(keys, src, dst)
 
     @rule(data=st.data(), nbytes=st.sampled_from((4, RECORD)))
     def start_write(self, data: st.DataObject, nbytes: int) -> None:
-        """An engine writes straight into a tier."""
+        """Let an engine start to write a page directly into a tier."""
         dst = data.draw(st.sampled_from(self.tiers))
         keys = [key for key in KEYS if key not in self.ready[dst] and not self._arriving(key, dst)]
         keys = [key for key in keys if self._may_be_in(key, dst)]
@@ -109,7 +109,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         nbytes=st.sampled_from((4, RECORD)),
     )
     def write_a_family_below(self, child: PageKey, nbytes: int) -> None:
-        """A page and the one after it land in the lowest tier: all its rules for leaves come into play."""
+        """Write a page and the page after it to the lowest tier, so that the tier's rules for leaves apply."""
         lowest = self.records[-1]
         for key in (PARENTS[child], child):
             if key is None or not self._may_be_in(key, lowest):
@@ -142,7 +142,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: any(f.live and f.src is None for f in self.flights))
     @rule(data=st.data(), well=st.booleans())
     def abort_and_start_again(self, data: st.DataObject, well: bool) -> None:
-        """The first transfer ends after the second began: its end must not touch the newer copy."""
+        """Abort a write, start it again, and then end the first transfer, which must not affect the newer copy."""
         first = data.draw(st.sampled_from([f for f in self.flights if f.live and f.src is None]))
         self.residency.abort(first.key, first.dst)
         first.live = False
@@ -155,7 +155,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     def disk_works(self, data: st.DataObject) -> None:
         self.hardware.turn(data.draw(st.sampled_from(self.hardware.at_work)))
 
-    # -- holds, order, evictions --------------------------------------------------------------------------------
+    # -- pins, eviction order, evictions ------------------------------------------------------------------------
 
     @precondition(lambda self: self._places())
     @rule(data=st.data())
@@ -185,7 +185,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), used=st.sampled_from((True, True, False)))
     def release_a_run(self, data: st.DataObject, used: bool) -> None:
-        """Some holds of a tier, in any order, a page with two holds among them."""
+        """Release some pins of one tier together, in any order. Several of them may pin the same page."""
         tier = data.draw(st.sampled_from(sorted({hold.tier for hold in self.holds})))
         holds = data.draw(st.permutations([hold for hold in self.holds if hold.tier is tier]))
         self._release(holds[: data.draw(st.integers(1, len(holds)))], used=used)
@@ -220,7 +220,13 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         declined=st.sampled_from((0, 1, 2, 3)),
     )
     def write_a_family_to_memory(self, child: PageKey, confined: int, declined: int) -> None:
-        """A page and the one after it land in HOST, both to stay in memory, or only the first; for two reasons."""
+        """Write a page and the page after it to HOST, where both or only the first may be memory-only.
+
+        Args:
+            child: The second page.
+            confined: Number of pages that the caller puts as memory-only, starting with the first.
+            declined: Bit mask of the pages that admission refuses instead.
+        """
         for i, key in enumerate((PARENTS[child], child)):
             if key is not None and key not in self.ready[Tier.HOST] and not self._arriving(key, Tier.HOST):
                 decline = bool(declined & (1 << i))
@@ -233,7 +239,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: self.confined)
     @rule(data=st.data(), at_once=st.booleans())
     def permit(self, data: st.DataObject, at_once: bool) -> None:
-        """A page may be stored after all, and with it those before it."""
+        """Permit a memory-only page and all earlier ones to be stored on disk. If ``at_once``, also call ``lift``."""
         key = data.draw(st.sampled_from(sorted(self.confined)))
         self.residency.memory_only.permit(key)
         self.permitted.add(key)
@@ -243,7 +249,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: self.confined)
     @rule(data=st.data(), everything=st.sampled_from((False, False, True)))
     def permit_by_reason(self, data: st.DataObject, everything: bool) -> None:
-        """A request names a page, which ends only a caller's wish; or all that admission keeps may be stored."""
+        """Permit all refused pages (``everything``), or end a caller's restriction of one page."""
         if everything:
             self.residency.memory_only.permit_refused()
             self.permitted |= self.declined
@@ -261,7 +267,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), data=st.data())
     def misuse(self, key: PageKey, data: st.DataObject) -> None:
-        """What must not be asked is refused and changes nothing."""
+        """Make calls that are not allowed now. Each must raise LeaseError and change nothing."""
         tier = data.draw(st.sampled_from(self.tiers))
         residency, parent = self.residency, PARENTS[key]
         if key in self.ready[tier]:
@@ -281,7 +287,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
         for slot in self.ready[Tier.HBM].values():
             self._refused(partial(residency.retire, Tier.HBM, slot))
 
-    # -- what always holds --------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def accounts_balance(self) -> None:

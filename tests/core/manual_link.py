@@ -1,4 +1,4 @@
-"""A CUDA copy engine over streams that run when the test says so, and copies made by address."""
+"""A CUDA copy engine on fake streams, whose queued copies between memory addresses run when the test runs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 
 
 class ManualStream:
-    """Work waits here until the test runs it."""
+    """A fake stream whose work waits until the test runs it."""
 
     def __init__(self) -> None:
         self.work: deque[Callable[[], None]] = deque()
@@ -67,7 +67,7 @@ class ManualEvent:
 
 
 class ByAddress(WholePages):
-    """Copies pages of a pool in ordinary memory when the stream runs. ``refuse``: raises after the first page."""
+    """Copies pages of a pool in ordinary memory when the stream runs. If ``refuse`` is set, raises after one page."""
 
     name = "by address"
 
@@ -75,9 +75,9 @@ class ByAddress(WholePages):
         self._pool = pool
         self.refuse = False
         self.groups: list[tuple[int, int]] = []
-        """Layer group and number of pages of each launch of one."""
+        """The layer group and the number of pages of each launch of a layer group."""
         self.wrong: set[int] = set()
-        """HBM slots whose pages are found to have a wrong form when the stream runs."""
+        """HBM slots whose pages are reported as malformed when the stream runs."""
 
     def load(
         self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any
@@ -119,7 +119,7 @@ class ByAddress(WholePages):
 
 
 class Arena(HostArena):
-    """``locked``: slots that count as page-locked; ``more``: whether others are to come."""
+    """A host arena with ``locked`` page-locked slots. ``more`` tells whether further slots are still being locked."""
 
     locked = SLOTS
     more = False
@@ -157,7 +157,7 @@ class Rig:
         )
 
     def move(self, number: int, dst: Tier, *pairs: tuple[int, int]) -> None:
-        """Submits; ``pairs``: slots in HBM and in HOST."""
+        """Submit a transfer with this number. Each of ``pairs`` is an HBM slot and a HOST slot."""
         there, here = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
         src, src_slots, dst_slots = (Tier.HOST, here, there) if dst == Tier.HBM else (Tier.HBM, there, here)
         keys, parents = (PageKey(bytes(36)),) * len(pairs), (None,) * len(pairs)
@@ -169,7 +169,10 @@ class Rig:
         return acks
 
     def wait_launched(self, launches: int) -> None:
-        """Until so many layer groups, of one transfer or of several together, were launched by the lane's thread."""
+        """Wait until the lane's thread has launched at least ``launches`` layer groups and is idle.
+
+        A launch for several transfers together counts once.
+        """
         deadline = monotonic() + PATIENCE_S
         while len(self.route.groups) < launches or self.engine._lanes[Tier.HBM].launching:
             assert monotonic() < deadline, f"only {self.route.groups} were launched"

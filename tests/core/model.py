@@ -1,4 +1,4 @@
-"""A model of residency: what every tier, slot and record holds, told by the calls alone."""
+"""A reference model of residency, which derives the content of every tier, slot and record from the calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SLOTTED = (Tier.HBM, Tier.HOST)
 
 
 class Code(NamedTuple):
-    """The code under test, so that a changed copy can be tested as well."""
+    """The classes under test, which may be mutated copies."""
 
     residency: type[Residency]
     table: type[TierTable]
 
 
 class Hold(NamedTuple):
-    """A pin that somebody will end."""
+    """A pin that has not been released yet."""
 
     key: PageKey
     tier: Tier
@@ -37,15 +37,15 @@ class Hold(NamedTuple):
 
 
 class ResidencyModel:
-    """Does a step to residency and to itself, and says what residency should say. It reads no table.
+    """Applies each step to the residency and to its own state, and checks that the results agree.
 
-    ``records``: the tiers that keep records, fastest first.
+    ``records`` contains the record tiers, fastest first.
     """
 
     records: ClassVar[tuple[Tier, ...]] = (Tier.NVME,)
 
     def begin(self, code: Code, hbm: int, host: int, budget: int, policy: str) -> None:
-        """Everything empty."""
+        """Create empty tiers of ``hbm`` and ``host`` slots, and record tiers of ``budget`` bytes each."""
         table = code.table
         self.history = History(5)
         known = Known(self.history, 2.0)
@@ -68,7 +68,7 @@ class ResidencyModel:
         self.retired: list[int] = []
         self.confined: set[PageKey] = set()
         self.declined: set[PageKey] = set()
-        """Those of ``confined`` that are there because admission refused them."""
+        """The pages of ``confined`` that admission refused."""
         self.permitted: set[PageKey] = set()
 
     @property
@@ -154,7 +154,7 @@ class ResidencyModel:
         return flight
 
     def _reserve_run(self, keys: list[PageKey], src: Tier, dst: Tier) -> None:
-        """The first page may take a victim's place, the others only free ones."""
+        """Start to copy several pages along an edge. Only the first may evict a page; the rest need free space."""
         reserved = RECORD if dst in self.records else 0
         table = self.residency.tables[dst]
         free = (
@@ -192,7 +192,7 @@ class ResidencyModel:
                 self.hardware.enqueue(dst, flight)
 
     def _settle(self, flight: Flight, *, well: bool) -> None:
-        """The flight ends; the source is let go first, as an ack does it."""
+        """End a flight. The source is unpinned first, as when an ack is applied."""
         source_live = flight.src is not None and self.ready[flight.src].get(flight.key) == flight.src_slot
         arrived = self.hardware.run(flight, well=well) and well
         assert arrived or not well or not source_live, "the bytes of a pinned source went away"
@@ -212,10 +212,21 @@ class ResidencyModel:
             self._now_readable(key, dst, slot, flight.parent)
 
     def _arrive(self, flights: list[Flight]) -> None:
-        """Flights along one edge end well together: their sources are let go by the same call."""
+        """End flights along one edge. One call commits all copies that arrive, and unpins their sources.
+
+        Copies whose source record was evicted cannot arrive. They fail first, one by one.
+        """
+        arriving: list[Flight] = []
         for flight in flights:
-            assert self.hardware.run(flight, well=True) or not flight.live
+            if self.hardware.run(flight, well=True) or not flight.live:
+                arriving.append(flight)
+            else:
+                self._settle(flight, well=True)
+        if not arriving:
+            return
+        for flight in arriving:
             self.flights.remove(flight)
+        flights = arriving
         src, dst = flights[0].src, flights[0].dst
         found = self.residency.commit(
             [f.key for f in flights],
@@ -232,7 +243,7 @@ class ResidencyModel:
                 self._now_readable(flight.key, dst, flight.dst_slot, flight.parent)
 
     def _release(self, holds: list[Hold], *, used: bool) -> None:
-        """Pins of one tier end together; ``used``: their pages were used."""
+        """Release pins in one tier together. ``used`` tells whether the pinned pages were used."""
         keys, slots = [hold.key for hold in holds], [hold.slot for hold in holds]
         if used:
             for key in keys:
@@ -243,15 +254,15 @@ class ResidencyModel:
         for hold in holds:
             self.holds.remove(hold)
 
-    # -- the model ----------------------------------------------------------------------------------------------
+    # -- state of the model -------------------------------------------------------------------------------------
 
     def _places(self) -> list[Hold]:
-        """Every copy, readable or arriving."""
+        """Return the page, tier and slot of every copy, readable or arriving."""
         readable = [Hold(key, tier, slot) for tier in self.tiers for key, slot in self.ready[tier].items()]
         return readable + [Hold(f.key, f.dst, f.dst_slot) for f in self.flights if f.live]
 
     def _edges(self) -> list[tuple[PageKey, Tier, Tier]]:
-        """Copies that could be started."""
+        """Return the page, source and destination of each copy that could start now."""
         return [
             (key, src, dst)
             for src in self.tiers
@@ -264,7 +275,11 @@ class ResidencyModel:
         return tier not in self.records or key not in self.confined
 
     def _put(self, key: PageKey, *, confine: bool, decline: bool = False) -> None:
-        """A page that nobody holds is confined to memory, unless one that is not follows it."""
+        """Model the put of a page. If ``confine``, confine it to memory, unless it has a copy or a child may be stored.
+
+        With ``decline``, admission refuses the page. Without, children that admission refuses count as pages that may
+        be stored, because admission may accept them later.
+        """
         children = {child for child, parent in self.parents.items() if parent == key}
         may_precede = self.confined if decline else self.confined - self.declined
         if confine and not self._held(key) and children <= may_precede:
@@ -280,7 +295,7 @@ class ResidencyModel:
             self.parents.pop(key, None)
 
     def _cut_off(self, key: PageKey) -> bool:
-        """Whether some page before this one, as far as they are known, has no copy, readable or on its way."""
+        """Return whether a known page before this one has no copy, readable or in flight."""
         return self._after_a_gap(self.parents.get(key))
 
     def _after_a_gap(self, parent: PageKey | None) -> bool:
@@ -299,7 +314,7 @@ class ResidencyModel:
         self.permitted.clear()
 
     def _attempt(self, act: Callable[[], int]) -> int | None:
-        """Takes room; None for CapacityError, which must change nothing."""
+        """Call ``act``, which takes a slot, and apply its evictions. Return None if it raises CapacityError."""
         before = self._everything()
         try:
             slot = act()
@@ -322,7 +337,7 @@ class ResidencyModel:
             if last and not cut_off:
                 lowest = Tier.HOST if memory_only else self.records[-1]
                 assert tier is lowest, "a page was dropped that could have been saved below"
-                assert key not in self.parents.values(), "a page left before its readable child"
+                assert key not in self.parents.values(), "a page left before a child with a copy"
         return slot
 
     def _refused(self, act: Callable[[], object]) -> None:
@@ -332,7 +347,7 @@ class ResidencyModel:
         assert self._everything() == before, "LeaseError changed something"
 
     def _scribble(self, tier: Tier, slot: int) -> None:
-        """Whoever gets a slot writes into it at once: nobody else may have a use for it."""
+        """Assert that a slot that was just handed out is not in use, and overwrite it as its new owner would."""
         assert (tier, slot) not in self._users(), f"{tier.name} slot {slot} was handed out while in use"
         assert slot not in self.ready[tier].values()
         assert tier is not Tier.HBM or slot not in self.owned
@@ -377,7 +392,7 @@ class ResidencyModel:
         return pins
 
     def _users(self) -> Counter[tuple[Tier, int]]:
-        """Everything that may still write or read a slot, the copies' own readiness aside."""
+        """Count, for each slot, the pins, flights and retirements that keep it in use."""
         users = self._pins()
         users.update((f.dst, f.dst_slot) for f in self.flights)
         users.update((Tier.HBM, slot) for slot in self.retired)

@@ -1,4 +1,4 @@
-"""One tier's order beside a plain model: which pages are there, and in which of the four bands."""
+"""An eviction policy of one tier, with a model of the tier's pages and of the four bands that they are in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pages() -> str:
 
 
 class Tier:
-    """Pages named by a letter, with the rank that the order gave each."""
+    """A tier of pages that are named by single letters, with the rank that the policy gave each page."""
 
     def __init__(
         self, name: str, pages: int = 4, doubling_depth: float = 8.0, code: ModuleType = registry
@@ -40,7 +40,7 @@ class Tier:
         self.touch(name)
 
     def touch(self, names: str) -> None:
-        """As residency does: the last page oldest, and those that cannot be reached stay where they are."""
+        """Touch pages as residency does: the last page first. Unreachable pages keep their rank."""
         for name in [name for name in reversed(names) if self.bands[name] > -2]:
             self.ranks[name] = self.policy.touch(_key(name), self.ranks[name])
             self.bands[name] = max(self.bands[name], 0)
@@ -74,7 +74,7 @@ class Tier:
 
 
 def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
-    """Puts, retains, hits, unwants, drops and ends retentions; what every order owes at every moment."""
+    """Apply steps, each an operation and a page. After each, check that ranks are unique and in the right bands."""
     for step, name in steps:
         if step == "p" and name not in tier.ranks:
             tier.put(name)

@@ -1,4 +1,4 @@
-"""What each admission answers, what a history remembers, and how a budget counts."""
+"""Tests of what admission policies decide, what a history remembers, and how a write budget counts writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtyp
 
 
 class Asked:
-    """An admission with its history, told and asked as a directory does it; what it wants is written at once."""
+    """Calls an admission policy and its history as a directory does. An admitted page counts as written at once."""
 
     def __init__(self, name: str, remembered: int = 16) -> None:
         self.history = History(remembered)
@@ -46,7 +46,7 @@ class Asked:
         return self._wrote(self.admission.hit(self.history.hit(key, below=below), gone))
 
     def pay(self, length: int) -> None:
-        """Runs of this length, some of which come back after they are gone."""
+        """Put 40 runs of ``length`` pages. Put every fourth run twice, as if it had been evicted in between."""
         for i in range(40):
             for _ in range(1 + (i % 4 == 0)):
                 self.put_all(chain(length, f"paid{length}/{i}"))
@@ -58,20 +58,20 @@ class Asked:
         return wanted
 
 
-def test_all_takes_every_page_whatever_a_write_costs() -> None:
+def test_all_admits_every_page_regardless_of_write_cost() -> None:
     asked, key = Asked("all"), chain(1)[0]
     assert asked.put(key, gone=1.0)
     assert asked.hit(key, below=False, gone=1.0)
 
 
-def test_second_hit_takes_a_page_put_twice_while_it_is_remembered() -> None:
+def test_second_hit_admits_a_page_put_twice_while_remembered() -> None:
     asked, keys = Asked("second_hit", remembered=3), chain(4)
     assert [asked.put(key) for key in keys] == [False] * 4
     assert asked.put(keys[1])
     assert not asked.put(keys[0]), "four are one more than it remembers"
 
 
-def test_second_hit_takes_what_is_hit() -> None:
+def test_second_hit_admits_a_page_that_is_hit() -> None:
     asked, key = Asked("second_hit"), chain(1)[0]
     asked.put(key)
     assert asked.hit(key, below=False, gone=1.0)
@@ -84,13 +84,13 @@ def test_an_unknown_admission_is_refused() -> None:
         make_admission("cost")
 
 
-def test_only_what_looks_back_has_a_history_and_a_bounded_one() -> None:
+def test_only_policies_that_need_it_have_a_bounded_history() -> None:
     assert make_history(["lru", "fifo", "all"], 10) is None
     sizes = [make_history(["lru", "cost"], pages) for pages in (10, 100_000, 1_000_000)]
     assert [history.limit for history in sizes if history is not None] == [320, 1 << 18, 2_000_000]
 
 
-def test_cost_writes_at_most_half_of_what_is_put_in_the_long_run_whatever_comes() -> None:
+def test_cost_writes_at_most_half_of_all_puts_in_the_long_run() -> None:
     rng, asked, pool = random.Random(5), Asked("cost", remembered=4096), chain(3000, "pool")
     for i in range(600):
         begin = rng.randrange(len(pool) - 20)
@@ -101,7 +101,7 @@ def test_cost_writes_at_most_half_of_what_is_put_in_the_long_run_whatever_comes(
     assert 0.4 * asked.puts < asked.writes < 0.5 * asked.puts
 
 
-def test_what_is_written_without_being_asked_about_counts() -> None:
+def test_pages_written_without_asking_admission_count() -> None:
     answers = []
     for flushed in (0, 2000):
         asked = Asked("cost", remembered=4096)
@@ -115,15 +115,15 @@ def test_what_is_written_without_being_asked_about_counts() -> None:
 
 
 def going_on(asked: Asked, name: str) -> PageKey:
-    """A chat whose first turn was read again: what is put after its last page goes on from there."""
+    """Put the first turn of a chat and hit its last page. Return this page, after which the next turn starts."""
     first = chain(2, name)
     asked.put_all(first)
     asked.hit(first[1], below=True)
     return first[1]
 
 
-def test_cost_learns_which_kind_of_page_comes_back() -> None:
-    """Second turns come back after they left, first turns that end there never do."""
+def test_cost_learns_which_kind_of_page_is_requested_again() -> None:
+    """Put the second turns of chats again, as after an eviction, but put prompts without a second turn only once."""
     asked = Asked("cost", remembered=4096)
     for i in range(300):
         asked.put_all(chain(6, f"gone{i}"))
@@ -145,7 +145,7 @@ def test_short_runs_and_long_ones_are_of_different_kinds_from_their_first_page_o
     assert asked.put_all(chain(20, "long")) == [False] * 20
 
 
-def test_of_a_kind_that_is_written_in_part_a_run_is_written_whole_or_not() -> None:
+def test_runs_of_a_partly_written_kind_are_written_whole_or_skipped() -> None:
     asked = Asked("cost", remembered=4096)
     asked.pay(8)
     found = [tuple(asked.put_all(chain(8, str(i)))) for i in range(400)]
@@ -154,7 +154,7 @@ def test_of_a_kind_that_is_written_in_part_a_run_is_written_whole_or_not() -> No
     assert 100 < sum(run[0] for run in whole) < 250
 
 
-def test_cost_asks_more_of_a_page_as_the_day_s_budget_goes() -> None:
+def test_cost_admits_fewer_pages_as_the_daily_budget_is_used() -> None:
     written = []
     for gone in (0.0, 0.5, 1.0):
         asked = Asked("cost", remembered=4096)
@@ -170,7 +170,7 @@ def test_cost_asks_more_of_a_page_as_the_day_s_budget_goes() -> None:
     assert not Asked("cost").hit(chain(1)[0], below=True, gone=1.0)
 
 
-def test_a_use_in_memory_does_not_speak_for_the_disk() -> None:
+def test_hits_in_memory_do_not_count_for_the_disk() -> None:
     asked = Asked("cost", remembered=4096)
     for i in range(300):
         used, read = chain(6, f"used{i}"), chain(2, f"read{i}")
@@ -184,7 +184,7 @@ def test_a_use_in_memory_does_not_speak_for_the_disk() -> None:
     assert [asked.put_all(chain(2, f"more{i}")) for i in range(10)] == [[True] * 2] * 10
 
 
-def test_as_long_as_memory_has_all_that_is_asked_for_nothing_more_is_written() -> None:
+def test_cost_writes_nothing_more_while_memory_serves_all_requests() -> None:
     asked = Asked("cost", remembered=4096)
     for i in range(200):
         for key in (keys := chain(3, str(i))):
@@ -194,11 +194,11 @@ def test_as_long_as_memory_has_all_that_is_asked_for_nothing_more_is_written() -
     assert asked.writes < 2 * 64, "what came before anything was known"
 
 
-def test_what_is_not_remembered_is_taken_when_it_is_hit() -> None:
+def test_a_forgotten_page_is_admitted_when_it_is_hit() -> None:
     assert Cost(History(1)).hit(None, 0.9)
 
 
-def test_a_history_knows_turns_depths_and_uses() -> None:
+def test_history_records_turns_depths_and_uses() -> None:
     history, keys = History(10), chain(5)
     for key, parent in zip(keys[:3], [None, *keys[:2]], strict=True):
         history.put(key, parent)
@@ -215,7 +215,7 @@ def test_a_history_knows_turns_depths_and_uses() -> None:
     ]
 
 
-def test_a_history_knows_how_runs_began_and_how_long_they_are() -> None:
+def test_history_records_how_runs_began_and_their_length() -> None:
     history = History(100)
 
     def put(name: str, number: int, after: PageKey | None = None) -> list[PageKey]:
@@ -247,7 +247,7 @@ def test_a_history_knows_how_runs_began_and_how_long_they_are() -> None:
 
 
 class Log:
-    """A watcher that writes down what it is told."""
+    """A watcher that records its calls."""
 
     def __init__(self) -> None:
         self.asked_for: list[tuple[int, bool]] = []
@@ -265,7 +265,7 @@ class Log:
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 12))
-def test_a_history_forgets_the_page_that_was_asked_for_longest_ago(asked: list[int], limit: int) -> None:
+def test_history_forgets_the_least_recently_requested_page(asked: list[int], limit: int) -> None:
     keys, history, log = chain(31), History(limit), Log()
     history.watchers.append(log)
     model: list[int] = []
@@ -281,7 +281,7 @@ def test_a_history_forgets_the_page_that_was_asked_for_longest_ago(asked: list[i
     assert log.begun == history.now == len(asked)
 
 
-def test_a_watcher_hears_how_long_a_page_was_waited_for_and_where_it_was() -> None:
+def test_watcher_gets_the_age_and_tier_of_each_requested_page() -> None:
     history, log, keys = History(8), Log(), chain(3)
     history.watchers.append(log)
     for key in keys:
@@ -292,7 +292,7 @@ def test_a_watcher_hears_how_long_a_page_was_waited_for_and_where_it_was() -> No
     assert log.asked_for == [(3, False), (2, True), (2, True)]
 
 
-def test_a_budget_counts_the_last_day_and_no_more() -> None:
+def test_write_budget_counts_only_the_last_day() -> None:
     budget = WriteBudget(100)
     budget.spend(30, 10.0)
     budget.spend(50, 3600.0)
@@ -305,14 +305,14 @@ def test_a_budget_counts_the_last_day_and_no_more() -> None:
     assert budget.total == 280
 
 
-def test_without_a_limit_there_is_no_end_but_a_count() -> None:
+def test_write_budget_without_a_limit_only_counts() -> None:
     budget = WriteBudget(None)
     budget.spend(7, 0.0)
     assert (budget.spent(1.0), budget.left(1.0)) == (7, None)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20_000), st.integers(0, 50)), max_size=60))
-def test_a_budget_never_counts_less_than_was_written_in_a_day(steps: list[tuple[float, int]]) -> None:
+def test_write_budget_never_undercounts_a_day(steps: list[tuple[float, int]]) -> None:
     budget, now, log = WriteBudget(1000), 0.0, list[tuple[float, int]]()
     for wait, nbytes in steps:
         now += wait
@@ -323,5 +323,5 @@ def test_a_budget_never_counts_less_than_was_written_in_a_day(steps: list[tuple[
         assert exact <= budget.spent(now) <= longer
 
 
-def test_the_page_that_costs_twice_as_much_is_where_attention_costs_as_much_as_the_rest() -> None:
+def test_doubling_depth_is_where_attention_costs_as_much_as_the_rest() -> None:
     assert doubling_depth(LLAMA) == 6 * 4096 / 64

@@ -1,4 +1,4 @@
-"""Block tables at their boundaries, and beside a real store: rollbacks over a page, preemption, copies on write."""
+"""Tests of block tables at page boundaries, and with a real store: rollback, preemption and copy-on-write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def table_of(num_tokens: int, *slots: int) -> BlockTable:
-    """A table of its own family that has written so many tokens in these slots."""
+    """Return a table of a new family, with ``num_tokens`` written tokens in these slots."""
     table = BlockTable(SIZE)
     assert table.extend(num_tokens, slots) == []
     table.advance(num_tokens)
@@ -59,7 +59,7 @@ def test_truncate_to_a_boundary_keeps_the_page_before_it_and_frees_the_one_after
     assert (table.slots, len(table.private)) == ([], 0)
 
 
-def test_truncate_frees_room_that_was_made_and_never_written() -> None:
+def test_truncate_frees_slots_that_were_reserved_and_never_written() -> None:
     table = table_of(4, 1)
     table.extend(12, [2, 3])
     assert table.truncate(4) == [2, 3]
@@ -76,7 +76,7 @@ def test_rejected_drafts_that_crossed_a_boundary_leave_no_stale_slot(bench: Benc
     table.advance(8)  # five drafted tokens
     freed = table.truncate(3)
     store.free(freed)
-    reused = store.allocate(3)  # all the rest of HBM: the freed slot is among them
+    reused = store.allocate(3)  # all remaining HBM slots, including the freed one
     assert len(freed) == 1
     assert freed[0] in reused
     assert freed[0] not in table.slots
@@ -97,7 +97,7 @@ def test_rejected_drafts_that_crossed_a_boundary_leave_no_stale_slot(bench: Benc
     require_nothing_held(store)
 
 
-def test_the_answer_for_a_preempted_life_does_not_touch_the_next_one(bench: Bench) -> None:
+def test_seal_after_a_preemption_does_not_affect_the_reused_table(bench: Bench) -> None:
     # F041: put with a stalled writer, preempt, resume the same sequence, then both end
     store, keys = bench.store, chain(2)
     bench.copies.hold(OUT)
@@ -106,7 +106,7 @@ def test_the_answer_for_a_preempted_life_does_not_touch_the_next_one(bench: Benc
     table.advance(8)
     first_life = table.generation
     fill(store, keys, table.slots)
-    sealed = store.put(keys, table.slots)  # its save stands at the gate
+    sealed = store.put(keys, table.slots)  # the test holds back the save
     assert table.seal(0, sealed, first_life)
     assert table.clear() == []
 
@@ -118,7 +118,7 @@ def test_the_answer_for_a_preempted_life_does_not_touch_the_next_one(bench: Benc
     fill(store, keys, second)
     with store.acquire([]) as lease:
         assert table.seal(0, store.put(keys, second, lease=lease), table.generation)
-        assert table.slots == sealed  # the pages of the first life; the store freed the second's
+        assert table.slots == sealed  # the slots of the first put; the store freed those of the second
         bench.open_gates()
         bench.settle()
         assert table.clear() == []
@@ -127,7 +127,7 @@ def test_the_answer_for_a_preempted_life_does_not_touch_the_next_one(bench: Benc
     require_nothing_held(store)
 
 
-def test_who_writes_into_a_shared_page_gets_a_copy_and_the_last_holder_writes_in_place() -> None:
+def test_writing_to_a_shared_page_copies_it_and_the_last_holder_writes_in_place() -> None:
     table = table_of(6, 1, 2)
     fork = table.fork()
     assert (table.missing_slots(7), fork.missing_slots(7)) == (1, 1)
@@ -145,7 +145,7 @@ def test_a_fork_at_a_boundary_copies_nothing() -> None:
     assert (table.slots, fork.slots) == ([1, 2, 4], [1, 2, 3])
 
 
-def test_shared_slots_are_freed_once_by_whoever_ends_last() -> None:
+def test_shared_slots_are_freed_once_by_the_last_holder() -> None:
     table = table_of(6, 1, 2)
     fork, other = table.fork(), table.fork()
     assert table.clear() == []
@@ -160,7 +160,7 @@ def test_a_sealed_page_is_never_written_even_by_its_only_reader() -> None:
     """The last token of a fully cached prompt is computed on a copy of its page."""
     table = BlockTable(SIZE)
     table.reuse([11, 12])
-    assert table.truncate(7) == []  # sealed pages are the store's to free
+    assert table.truncate(7) == []  # the store frees sealed pages
     assert table.missing_slots(8) == 1
     assert table.extend(8, [3]) == [PageCopy(12, 3)]
     assert table.slots == [11, 3]
@@ -176,7 +176,7 @@ def test_an_overwrite_copies_each_page_that_others_read() -> None:
     assert not set(table.slots) & set(fork.slots)
 
 
-def test_a_sealed_page_may_come_back_in_another_slot() -> None:
+def test_a_sealed_page_may_be_returned_in_another_slot() -> None:
     table = table_of(9, 1, 2, 3)
     assert table.seal(0, [21, 2], table.generation)
     assert table.slots == [21, 2, 3]
@@ -187,7 +187,7 @@ def test_a_page_that_others_point_at_is_not_sealed() -> None:
     table = table_of(8, 1, 2)
     fork = table.fork()
     assert list(table.sealable()) == []
-    with pytest.raises(ValueError, match="not all are owned"):
+    with pytest.raises(ValueError, match="is shared with another table"):
         table.seal(0, [1], table.generation)
     fork.clear()
     assert list(table.sealable()) == [0, 1]
@@ -199,11 +199,11 @@ def test_the_window_drops_a_page_when_its_last_token_is_behind_it() -> None:
     assert table.drop_before(3) == []
     assert table.drop_before(4) == [1]
     assert table.drop_before(7) == []
-    assert table.drop_before(100) == [2]  # the page that is still to be written stays
+    assert table.drop_before(100) == [2]  # the page that is not full yet is kept
     assert (table.slots, table.first_page) == ([NO_PAGE, NO_PAGE, 3], 2)
     with pytest.raises(ValueError, match="position 7"):
         table.place(7)
-    with pytest.raises(ValueError, match="needs 8 to 9 tokens"):
+    with pytest.raises(ValueError, match=r"must be between 8 .* and 9"):
         table.truncate(7)
     assert table.truncate(8) == [3]
     assert table.clear() == []
@@ -226,7 +226,7 @@ def test_slots_that_are_owned_already_are_refused_and_nothing_changes() -> None:
         with pytest.raises(ValueError, match="slots"):
             other.extend(8, wrong)
         assert (other.slots, len(private)) == ([], 1)
-    with pytest.raises(ValueError, match="slot 1 is owned by this family already"):
+    with pytest.raises(ValueError, match="slot 1 is already owned by this family"):
         private.take(1)
 
 

@@ -1,4 +1,4 @@
-"""Block tables under every order of calls that hypothesis can think of, and that planted bugs are noticed."""
+"""Tests block tables with random sequences of calls. Also tests that the state machine detects planted bugs."""
 
 from __future__ import annotations
 
@@ -163,27 +163,27 @@ BUGS = [
 
 
 def with_bug(bug: Bug) -> type[BlockMachine]:
-    """The machine over a copy of the code with the bug in it."""
+    """Return the state machine for a copy of the module that contains the bug."""
     room = vars(load(block_table, bug))
     return type("Mutant", (BlockMachine,), {"code": Code(room["BlockTable"], room["PrivateSlots"])})
 
 
 def test_no_order_of_calls_breaks_block_tables() -> None:
     run_state_machine_as_test(
-        BlockMachine, settings=settings(max_examples=lanes.examples(60, 800), stateful_step_count=40)
+        BlockMachine, settings=settings(max_examples=lanes.examples(35, 800), stateful_step_count=40)
     )
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
-    machine = with_bug(bug)  # not below: an outdated ``old`` must fail the test
+    machine = with_bug(bug)  # before the ``with``, so that an outdated ``old`` fails the test
     with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
         run_state_machine_as_test(machine, settings=SEARCH)
 
 
 @pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
-    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    """Show that failures come from the planted bugs, and not from loading a copy of the module."""
     same = Bug("none", "class BlockTable:", "class BlockTable:")
     run_state_machine_as_test(with_bug(same), settings=settings(SEARCH, max_examples=30))

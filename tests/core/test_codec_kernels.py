@@ -1,7 +1,8 @@
-"""The coding kernels, interpreted: to the byte what the codecs of the CPU make."""
+"""Tests that the interpreted coding kernels produce the same bytes as the codecs on the CPU."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -29,19 +30,18 @@ from tierstore.page import PageLayout
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 KERNELS_HERE = interpreted()
 WORDS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4"}
-DEEP = pytest.mark.deep
-EACH = [
-    pytest.param(name, dtype, marks=[] if name == "int8" or dtype == "bfloat16" else DEEP)
-    for name in NAMES
-    for dtype in FLOATS
-]
-"""Every codec and every dtype at least once in `make test`, all pairs in `make test-all`."""
+PAIRS = list(product(NAMES, FLOATS))
+EACH = lanes.some(PAIRS, lambda name, dtype: name == "int8" or dtype == "bfloat16")
+"""Pairs of codec and dtype: each codec and dtype at least once in `make test`, all pairs in `make test-all`."""
 
 NO_EXPONENT = {"bfloat16": 0x807F, "float16": 0x83FF, "float32": 0x807FFFFF}
 
 
 def many_groups(dtype: str, tokens: int = 9) -> PageLayout:
-    """Planes of numbers with short groups at their ends, and groups that are kept as they are, with gaps between."""
+    """Return a layout of four KV groups with gaps between them: two that are encoded, and two that are not.
+
+    The planes of the encoded groups end in scale groups that are shorter than the others.
+    """
     return PageLayout.of(
         [
             spec_of(dtype, 2, tokens, 2, 80),
@@ -57,7 +57,7 @@ def some_pages(layout: PageLayout, features: frozenset[str], number: int = 2) ->
 
 
 def all_subnormal(page: Bytes, layout: PageLayout) -> Bytes:
-    """The page without the exponents of its numbers."""
+    """Clear the exponents of the page's numbers, so that they are subnormal, and return the page."""
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         if spec.kind != "state" and spec.dtype in FLOATS:
             page[offset : offset + spec.page_nbytes].view(WORDS[spec.dtype])[:] &= NO_EXPONENT[spec.dtype]
@@ -66,7 +66,7 @@ def all_subnormal(page: Bytes, layout: PageLayout) -> Bytes:
 
 def require_all_the_same(name: str, dtype: str, kernels: ModuleType = KERNELS_HERE) -> None:
     layout = many_groups(dtype)
-    varied = [page_like_kv(layout, seed, frozenset(FEATURES)) for seed in range(2)]
+    varied = [page_like_kv(layout, seed, frozenset(FEATURES)) for seed in range(lanes.examples(1, 2))]
     plain = page_like_kv(layout, 2, frozenset({"outliers"}))
     bench = Bench(name, layout, [*varied, plain, all_subnormal(plain.copy(), layout)], kernels)
     bench.own_slots()
@@ -80,11 +80,11 @@ def require_every_codec(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), EACH)
-def test_payloads_and_pages_are_those_of_the_cpu(name: str, dtype: str) -> None:
+def test_payloads_and_pages_equal_those_of_the_cpu(name: str, dtype: str) -> None:
     require_all_the_same(name, dtype)
 
 
-@settings(max_examples=lanes.examples(10, 150))
+@settings(max_examples=lanes.examples(5, 150))
 @given(
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(FLOATS),
@@ -118,12 +118,14 @@ def test_groups_longer_than_a_program_holds_are_coded_in_turns(monkeypatch: pyte
         bench.require_same()
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "letters",
-    ["BHNKD", *(pytest.param(each, marks=pytest.mark.deep) for each in ("BKNHD", "KBNHD", "DNHKB"))],
+    ("name", "letters"),
+    lanes.some(
+        product(NAMES, ("BHNKD", "BKNHD", "KBNHD", "DNHKB")),
+        lambda name, letters: name == "k8v4" and letters == "BHNKD",
+    ),
 )
-def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str, letters: str) -> None:
+def test_engine_tensors_are_encoded_in_place_with_any_strides(name: str, letters: str) -> None:
     layout = PageLayout.of(
         [
             spec_of("bfloat16", 3, 9, 2, 64),
@@ -146,7 +148,7 @@ def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str,
     bench.require_same(gaps=False)
 
 
-def test_layers_of_different_strides_cannot_be_coded_in_place() -> None:
+def test_layers_of_different_strides_cannot_be_encoded_in_place() -> None:
     here, there = torch.zeros(4, 2, 3, 1, 8), torch.zeros(4, 3, 2, 1, 8).transpose(1, 2)
     assert here.shape == there.shape
     assert addresses.tensor_strides([[here, here.clone()]]) is not None
@@ -160,14 +162,19 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), EACH)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on what is no number
-def test_pages_that_the_codec_cannot_state_are_told_and_the_others_arrive(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    lanes.some(PAIRS, lambda name, dtype: name in ("int8", "int4") and dtype == "bfloat16"),
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic on NaN and infinity
+def test_pages_that_the_codec_cannot_represent_are_flagged_and_the_others_arrive(
+    name: str, dtype: str
+) -> None:
     layout = many_groups(dtype)
     chance = np.random.default_rng(5)
     found = some_pages(layout, frozenset(), len(UNFIT[dtype]) + 2)
     for page, word in zip(found[1:-1], UNFIT[dtype], strict=True):
-        group = int(chance.choice([0, 2]))  # those that hold numbers
+        group = int(chance.choice([0, 2]))  # the encoded KV groups
         numbers = page[layout.offsets[group] :][: layout.specs[group].page_nbytes].view(WORDS[dtype])
         numbers[int(chance.integers(len(numbers)))] = word
     fit = {0, len(found) - 1}
@@ -180,9 +187,12 @@ def test_pages_that_the_codec_cannot_state_are_told_and_the_others_arrive(name: 
             np.testing.assert_array_equal(payload, bench.encoded(slot))
 
 
-@pytest.mark.parametrize(("name", "dtype"), EACH)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    lanes.some(PAIRS, lambda name, dtype: (name, dtype) in (("int8", "float16"), ("fp8", "bfloat16"))),
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_payloads_that_the_cpu_refuses_are_told(name: str, dtype: str) -> None:
+def test_payloads_that_the_cpu_refuses_are_flagged(name: str, dtype: str) -> None:
     layout = PageLayout.of(spec_of(dtype, 1, 5, 1, 70))
     bench = Bench(name, layout, some_pages(layout, frozenset(), 6), KERNELS_HERE)
     bench.own_slots()
@@ -190,7 +200,7 @@ def test_payloads_that_the_cpu_refuses_are_told(name: str, dtype: str) -> None:
     refused = 0
     for _ in range(3):
         payloads = [bench.encoded(slot) for slot in bench.order]
-        payloads[1][1] |= 0x7F  # of the first scale
+        payloads[1][1] |= 0x7F  # the high byte of the first scale
         for payload in payloads[2:]:
             at = int(chance.integers(len(payload)))
             payload[at] = chance.choice([0x7F, 0x80, 0xFF, 0xF0])
@@ -224,7 +234,7 @@ BUGS = [
         "tl.store(scales + side, stored",
     ),
     Bug(
-        "what is kept is left out",
+        "bytes kept raw are not stored",
         "tl.store(codes + byte, tl.load(raw + at, mask=mask), mask=mask)",
         "tl.load(raw + at, mask=mask)",
     ),

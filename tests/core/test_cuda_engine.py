@@ -1,6 +1,9 @@
-"""The DMA copy engine's own decisions, with streams that run when the test says so and copies made by address."""
+"""Tests of the DMA copy engine's decisions, on fake streams whose work runs when the test says so."""
 
 from __future__ import annotations
+
+import gc
+from weakref import ref
 
 import pytest
 
@@ -13,6 +16,7 @@ from tests.core.manual_link import (
 )
 from tests.support.events import capturing
 from tierstore.gpu.copy_queue import Job
+from tierstore.gpu.cpu_copy_engine import CpuCopyEngine
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 
@@ -22,7 +26,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig()
 
 
-def test_an_ack_comes_when_the_last_byte_has_moved_and_not_before(rig: Rig) -> None:
+def test_ack_is_returned_only_after_the_last_byte_has_moved(rig: Rig) -> None:
     assert not rig.engine.polled
     rig.move(1, Tier.HBM, (0, 3), (5, 1))
     assert rig.engine.polled
@@ -45,7 +49,7 @@ def test_the_two_directions_do_not_wait_for_each_other(rig: Rig) -> None:
     assert [ack.transfer_id for ack in rig.engine.poll()] == [1]
 
 
-def test_events_used_again_tell_the_later_copy(rig: Rig) -> None:
+def test_reused_events_signal_the_later_copy(rig: Rig) -> None:
     for number in range(1, 4):
         rig.move(number, Tier.HBM, (0, number))
         assert rig.engine.poll() == []
@@ -54,7 +58,7 @@ def test_events_used_again_tell_the_later_copy(rig: Rig) -> None:
         assert rig.pool.view(0).min() == 20 + number
 
 
-def test_copies_of_slots_that_are_about_to_be_locked_wait_in_line(rig: Rig) -> None:
+def test_copies_of_slots_being_pinned_wait_in_order(rig: Rig) -> None:
     rig.arena.locked, rig.arena.more = 2, True
     rig.move(1, Tier.HBM, (0, 3))
     rig.move(2, Tier.HBM, (1, 1))
@@ -68,7 +72,7 @@ def test_copies_of_slots_that_are_about_to_be_locked_wait_in_line(rig: Rig) -> N
     assert rig.pool.view(0).min() == 23
 
 
-def test_slots_that_stay_unlocked_are_copied_by_threads(rig: Rig) -> None:
+def test_slots_that_stay_unpinned_are_copied_by_threads(rig: Rig) -> None:
     rig.arena.locked = 2
     rig.move(1, Tier.HBM, (0, 3))
     assert [ack.ok for ack in rig.wait()] == [True]
@@ -80,7 +84,7 @@ def test_slots_that_stay_unlocked_are_copied_by_threads(rig: Rig) -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_a_copy_that_is_refused_fails_only_when_nothing_of_it_writes_any_more(rig: Rig) -> None:
+def test_refused_copy_fails_only_after_its_last_write(rig: Rig) -> None:
     rig.route.refuse = True
     rig.move(1, Tier.HBM, (0, 3), (1, 4))
     rig.route.refuse = False
@@ -94,7 +98,7 @@ def test_a_copy_that_is_refused_fails_only_when_nothing_of_it_writes_any_more(ri
 
 
 @pytest.mark.parametrize(("dst", "why"), [(Tier.HOST, Failure.UNFIT), (Tier.HBM, Failure.INTEGRITY)])
-def test_pages_of_a_wrong_form_fail_alone(rig: Rig, dst: Tier, why: Failure) -> None:
+def test_only_malformed_pages_fail(rig: Rig, dst: Tier, why: Failure) -> None:
     rig.route.wrong = {1, 4}
     rig.move(1, dst, (0, 0), (1, 1), (2, 2), (4, 4))
     rig.move(2, dst, (3, 3))
@@ -110,7 +114,7 @@ def test_pages_of_a_wrong_form_fail_alone(rig: Rig, dst: Tier, why: Failure) -> 
     assert [ack.ok for ack in rig.engine.poll()] == [True]
 
 
-def test_pages_of_a_wrong_form_are_told_to_the_transfers_they_are_of(rig: Rig) -> None:
+def test_malformed_pages_are_reported_to_their_own_transfers(rig: Rig) -> None:
     rig.route.wrong = {0, 3, 5}
     lane = rig.engine._lanes[Tier.HOST]
     keys, parents = (PageKey(bytes(36)),) * 2, (None,) * 2
@@ -138,7 +142,7 @@ def test_when_the_device_fails_every_copy_fails(rig: Rig, monkeypatch: pytest.Mo
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_a_copy_that_cannot_be_asked_for_as_a_graph_is_captured_is_still_on_its_way(
+def test_copy_that_cannot_be_queried_during_graph_capture_is_in_flight(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def query(event: ManualEvent) -> bool:
@@ -153,7 +157,7 @@ def test_a_copy_that_cannot_be_asked_for_as_a_graph_is_captured_is_still_on_its_
     assert (ack.transfer_id, ack.ok) == (1, True)
 
 
-def test_close_fails_what_is_not_launched_and_waits_for_what_is(rig: Rig) -> None:
+def test_close_fails_unlaunched_copies_and_waits_for_launched_ones(rig: Rig) -> None:
     rig.arena.locked, rig.arena.more = 2, True
     rig.move(1, Tier.HBM, (0, 0))
     rig.move(2, Tier.HBM, (1, 5))
@@ -163,3 +167,23 @@ def test_close_fails_what_is_not_launched_and_waits_for_what_is(rig: Rig) -> Non
     assert rig.engine.close(PATIENCE_S)
     found = {ack.transfer_id: ack.failures for ack in rig.engine.poll()}
     assert found == {1: (), 2: ((0, Failure.CLOSED),), 3: ((0, Failure.CLOSED),)}
+
+
+def test_copies_in_flight_keep_the_memory_of_a_dropped_engine() -> None:
+    """Drop an engine with copies in flight, as happens if a store's ``close`` timed out or was interrupted."""
+    rig = Rig()
+    rig.move(1, Tier.HBM, (0, 0))
+    assert not rig.engine.close(0.0)
+    assert isinstance(rig.engine._unpinned, CpuCopyEngine)
+    assert rig.engine._unpinned.close(PATIENCE_S), "its threads would keep the memory"
+    arena, engine, stream = ref(rig.arena), ref(rig.engine), rig.up
+    del rig
+    gc.collect()
+    assert arena() is not None
+    stream.run()
+    left = engine()
+    assert left is not None
+    assert left.close(PATIENCE_S)
+    del left
+    gc.collect()
+    assert arena() is None

@@ -1,4 +1,4 @@
-"""The DMA copy engine layer by layer: what is launched when, by whom, and how far it says each layer is."""
+"""Tests of loads by layer group in the DMA copy engine: when each group is launched, and on which thread."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tierstore.types import Ack, Failure, Tier
 
 PAGE = SPEC.page_nbytes
 CUT = Pace(whole=0, at_once=9)
-"""Every load goes by layers."""
+"""A pace at which every load is divided into layer groups."""
 
 THREAD = Pace(whole=0, pieces=0)
-"""Every launch is one that takes long."""
+"""A pace at which the lane's thread makes every launch, because each exceeds the limit ``pieces``."""
 
 
 def layer(rig: Rig, slot: int, index: int) -> int:
-    """The byte that fills this layer of the slot."""
+    """Return the byte that fills this layer of an HBM slot."""
     found = rig.pool.view(slot).reshape(SPEC.num_layers, -1)[index]
     assert found.min() == found.max()
     return int(found[0])
 
 
 @pytest.mark.parametrize("pace", [CUT, THREAD])
-def test_a_layer_is_there_while_later_ones_are_on_their_way(pace: Pace) -> None:
+def test_a_layer_can_be_read_while_later_ones_are_in_flight(pace: Pace) -> None:
     rig = Rig(layers=4, pace=pace)
     rig.move(1, Tier.HBM, (0, 3), (5, 1))
     rig.wait_launched(4)
@@ -60,7 +60,7 @@ def test_a_layer_is_there_while_later_ones_are_on_their_way(pace: Pace) -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() -> None:
+def test_first_group_of_later_pages_precedes_next_group_of_earlier_pages() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     rig.move(2, Tier.HBM, (1, 1))
@@ -80,7 +80,7 @@ def test_pages_that_come_later_go_before_the_next_group_of_those_on_their_way() 
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_of_unequal_groups_as_many_bytes_are_launched_together() -> None:
+def test_unequal_groups_are_launched_together_up_to_the_same_number_of_bytes() -> None:
     rig = Rig(layers=Cut((3, 1), 1), pace=Pace(whole=0, at_once=9, together=PAGE, behind=0))
     for number in range(5):
         rig.move(number, Tier.HBM, (number, number))
@@ -96,11 +96,11 @@ def test_of_unequal_groups_as_many_bytes_are_launched_together() -> None:
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever came, came just now."""
+    """Make every transfer count as recently added, however long ago it was added."""
     monkeypatch.setattr(copy_queue, "_JUST_NOW_S", inf)
 
 
-def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_is_launched_ahead_when_no_page_arrived_recently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
@@ -111,7 +111,7 @@ def test_nothing_came_lately_so_the_link_is_given_more(monkeypatch: pytest.Monke
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_less_is_launched_ahead_while_pages_that_come_would_go_first() -> None:
+def test_less_is_launched_ahead_while_new_pages_would_go_first() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     assert rig.engine.poll() == []
@@ -124,7 +124,7 @@ def test_less_is_launched_ahead_while_pages_that_come_would_go_first() -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_a_call_launches_no_more_than_a_few_and_whoever_submits_one() -> None:
+def test_poll_launches_a_few_groups_and_submit_one() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=2, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     assert len(rig.route.groups) == 1
@@ -137,7 +137,7 @@ def test_a_call_launches_no_more_than_a_few_and_whoever_submits_one() -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_a_call_asks_the_driver_for_no_more_pieces_than_are_launched_together() -> None:
+def test_pieces_launched_per_call_are_bounded() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, pieces=5, behind=0))
     rig.move(1, Tier.HBM, (0, 0), (1, 1))
     assert rig.route.groups == [(0, 2)]
@@ -149,7 +149,7 @@ def test_a_call_asks_the_driver_for_no_more_pieces_than_are_launched_together() 
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_the_thread_helps_where_calls_do_not_keep_the_link_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_launches_when_calls_do_not_keep_the_link_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copy_engine, "_ALONE_S", inf)
     rig = Rig(layers=4, pace=Pace(whole=0, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
@@ -161,7 +161,7 @@ def test_the_thread_helps_where_calls_do_not_keep_the_link_busy(monkeypatch: pyt
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_what_nobody_launches_the_thread_does_before_the_link_has_nothing_to_do() -> None:
+def test_the_thread_launches_waiting_work_before_the_link_is_idle() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=1, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
     rig.wait_launched(4)
@@ -171,7 +171,7 @@ def test_what_nobody_launches_the_thread_does_before_the_link_has_nothing_to_do(
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_whoever_waits_for_a_layer_is_woken_when_the_thread_launches() -> None:
+def test_a_caller_that_waits_for_a_layer_is_woken_when_the_thread_launches() -> None:
     woken = Semaphore(0)
     rig = Rig(layers=4, pace=THREAD, wake=woken.release)
     rig.move(1, Tier.HBM, (0, 0))
@@ -190,12 +190,12 @@ def test_each_transfer_is_given_its_share_of_the_time() -> None:
     while len(acks) < 2:
         rig.up.run()
         acks += rig.engine.poll()
-    # A launch takes 2 ms here: the first alone, then three groups of four pages together and one of three.
+    # A launch takes 2 ms here. Each transfer's first group is launched alone, the other three for both together.
     assert [ack.seconds for ack in acks] == pytest.approx([0.002 + 3 * 0.0005, 0.002 + 3 * 0.0015])
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_small_transfers_on_an_idle_link_go_whole_at_once() -> None:
+def test_small_transfers_on_an_idle_link_are_launched_whole() -> None:
     rig = Rig(layers=4, pace=Pace(whole=2 * PAGE))
     rig.move(1, Tier.HBM, (0, 3), (1, 4))
     assert len(rig.up.work) == 4, "two pages and two events"
@@ -223,7 +223,7 @@ def test_transfers_of_many_pieces_are_left_to_the_thread() -> None:
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_an_event_that_was_handed_out_is_not_used_again() -> None:
+def test_event_that_was_handed_out_is_not_reused() -> None:
     rig = Rig()
     rig.move(1, Tier.HBM, (0, 3))
     event = rig.engine.arriving((0,), 0).event
@@ -237,7 +237,7 @@ def test_an_event_that_was_handed_out_is_not_used_again() -> None:
         rig.engine.poll()
 
 
-def test_a_group_that_is_refused_fails_its_transfer_when_nothing_of_it_writes_any_more() -> None:
+def test_refused_group_fails_its_transfer_after_its_last_write() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
     rig.move(1, Tier.HBM, (0, 3), (1, 4))
     rig.wait_launched(1)
@@ -254,7 +254,7 @@ def test_a_group_that_is_refused_fails_its_transfer_when_nothing_of_it_writes_an
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() -> None:
+def test_close_drops_pending_groups_and_waits_for_those_in_flight() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
     rig.move(1, Tier.HBM, (0, 3))
     rig.wait_launched(1)
@@ -267,7 +267,7 @@ def test_close_gives_up_the_groups_to_come_and_waits_for_those_on_their_way() ->
     assert len(rig.route.groups) == 1
 
 
-def test_close_ends_what_has_landed_and_has_groups_to_come() -> None:
+def test_close_ends_transfers_with_landed_and_pending_groups() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     rig.move(2, Tier.HBM, (1, 1))
@@ -284,12 +284,11 @@ def test_close_ends_what_has_landed_and_has_groups_to_come() -> None:
 def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pace = Pace(
-        whole=0, together=PAGE, enough=2 * PAGE, behind=0, at_once=1
-    )  # four pages of a group fill a launch
+    # one group of four pages fills a launch
+    pace = Pace(whole=0, together=PAGE, enough=2 * PAGE, behind=0, at_once=1)
     rig = Rig(layers=4, pace=pace)
     lane = rig.engine._lanes[Tier.HBM]
-    lane.nbytes += 2 * PAGE  # as if so much were on its way
+    lane.nbytes += 2 * PAGE  # as if two pages were in flight
     rig.move(4, Tier.HBM, (4, 4))
     assert rig.route.groups == []
     monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
@@ -303,7 +302,7 @@ def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     assert rig.engine.close(PATIENCE_S)
 
 
-def test_whoever_submits_makes_room_with_what_has_ended() -> None:
+def test_submit_processes_completed_flights_and_launches_the_next_copies() -> None:
     rig = Rig(pace=Pace(ahead=PAGE, behind=0))
     rig.move(1, Tier.HOST, (0, 0))
     rig.move(2, Tier.HOST, (1, 1))

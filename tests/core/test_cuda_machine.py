@@ -1,4 +1,4 @@
-"""Any order of transfers, of the streams' progress and of questions: acks and layers are never early, never wrong."""
+"""Tests, with random sequences of transfers, copies and queries, that acks and layer states are never early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ PAGE = SPEC.page_nbytes
 PACE = Pace(whole=PAGE, together=3 * PAGE, ahead=4 * PAGE, behind=0, at_once=2)
 
 Step = tuple[str, int, int]
-"""up or down: how many pages, from which idle slot on. run: which stream, how much. poll. ask: which layer."""
+"""A step: its name and two numbers.
+
+"up" and "down": the number of pages, and the index of the first idle slot. "run": the stream, and the number of
+queued operations to run. "ask": the layer, and 0. "poll": 0 and 0.
+"""
 
 steps = st.lists(
     st.one_of(
@@ -35,11 +39,11 @@ steps = st.lists(
 
 
 class World:
-    """The engine under test, and what each slot must hold."""
+    """The engine under test, and the expected content of each slot."""
 
     def __init__(self, layers: int | None) -> None:
         self.rig = Rig(layers=layers, pace=PACE)
-        # Nothing happens but what the script says.
+        # Only the script drives the engine. The lane's thread never launches.
         self.rig.engine._wake_thread = lambda dst: None  # type: ignore[method-assign]
         self.there = {slot: 10 + slot for slot in range(SLOTS)}
         self.here = {slot: 20 + slot for slot in range(SLOTS)}
@@ -97,11 +101,11 @@ class World:
         if found.submitted and found.event is None:
             self.require(layer, pairs)
         elif found.event is not None:
-            # Checked until the pages' acks: their slots may be other pages' after that.
+            # Checked until the pages are acknowledged. Then their slots may contain other pages.
             self.lent.append((found.event, layer, pairs, max(loads)))
 
     def look(self) -> None:
-        """Every event that was handed out tells the truth, and goes on doing so."""
+        """Assert that each event completes after its copies have run and before their transfers are acknowledged."""
         for event, layer, pairs, number in self.lent:
             if event.query():
                 if number in self.moving:
@@ -142,7 +146,7 @@ def run(layers: int | None, script: list[Step]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_clock() -> Iterator[None]:
-    """Whatever came, came just now."""
+    """Make every transfer count as recently added, however long ago it was added."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_queue, "_JUST_NOW_S", inf)
         yield
@@ -150,7 +154,7 @@ def no_clock() -> Iterator[None]:
 
 @given(st.sampled_from([None, 2, 4]), steps)
 @settings(max_examples=lanes.examples(100, 1000))
-def test_any_order_of_events_ends_right(layers: int | None, script: list[Step]) -> None:
+def test_any_order_of_events_gives_correct_results(layers: int | None, script: list[Step]) -> None:
     run(layers, script)
 
 
@@ -160,7 +164,7 @@ BUGS = [
     Bug("the first event of several", "flight.number > last.number", "flight.number < last.number"),
     Bug("a launch of all layers counts once", "[flight] * (self._groups if flight.group is None else 1)", "[flight]"),
     Bug("an event lent is used again", "if not flight.broken and not flight.lent:", "if not flight.broken:"),
-    Bug("what has ended is still under way", "self.nbytes -= flight.nbytes", "pass"),
+    Bug("ended flights stay in flight", "self.nbytes -= flight.nbytes", "pass"),
     Bug("another layer", "else self._layers.holding(layer)", "else 0"),
     Bug("not launched is no reason", "len(job.flights) <= group:", "False:"),
     Bug("the others are forgotten", "            left -= job.into\n", "            left.clear()\n"),

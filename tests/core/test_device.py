@@ -1,4 +1,4 @@
-"""Opening HBM on a device that is not there, and which call of the driver is used: all that needs no card."""
+"""Test, without a GPU, that a missing device is refused, and which copy function of the driver is chosen."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _two_cards(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("machine", "why"),
     [
-        (_no_cuda, "'cuda:2', but this torch is built without CUDA; set it to cpu"),
+        (_no_cuda, "'cuda:2', but this torch was built without CUDA; set it to cpu"),
         (_no_card, "'cuda:2', but torch finds no CUDA device; set it to cpu"),
         (_two_cards, "must be one of cpu, cuda:0, cuda:1 on this machine, got 'cuda:2'"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_with_what_is(
+def test_missing_device_is_refused_with_those_present(
     monkeypatch: pytest.MonkeyPatch, machine: Callable[[pytest.MonkeyPatch], None], why: str
 ) -> None:
     machine(monkeypatch)
@@ -52,7 +52,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(
     assert why in str(refused.value)
 
 
-def test_pages_of_a_card_go_to_disk_through_host_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_pages_reach_the_disk_only_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _two_cards(monkeypatch)
     tree = {"hbm": {"capacity": "1MiB", "device": "cuda"}, "nvme": {"path": "unused", "capacity": "1MiB"}}
     with pytest.raises(ConfigError, match="host is missing"):
@@ -65,7 +65,7 @@ def test_an_engines_tensors_must_be_on_the_configured_device() -> None:
         open_device("cpu").register(PageLayout.of(SPEC), (EnginePages([elsewhere], "BLKNHD"),))
 
 
-def test_on_the_cpu_a_callers_use_has_ended_unless_it_names_an_event() -> None:
+def test_on_the_cpu_a_use_has_ended_unless_an_event_is_given() -> None:
     event = ManualEvent()
     device = CpuDevice()
     assert device.last_use(None) is None
@@ -73,7 +73,7 @@ def test_on_the_cpu_a_callers_use_has_ended_unless_it_names_an_event() -> None:
 
 
 class FakeDriver:
-    """cuda-bindings' driver, as far as asking for a function goes."""
+    """A fake of the driver module of cuda-bindings. It can only look up functions."""
 
     def __init__(self, error: int, address: int) -> None:
         self._answer = (error, address, 0)
@@ -84,7 +84,7 @@ class FakeDriver:
         return self._answer
 
 
-def test_pieces_are_copied_one_by_one_where_the_driver_knows_no_batches() -> None:
+def test_pieces_are_copied_one_by_one_without_batch_support() -> None:
     assert batch_call(object()) is None
     assert batch_call(FakeDriver(1, 0)) is None
     assert batch_call(FakeDriver(0, 0)) is None

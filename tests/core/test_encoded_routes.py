@@ -1,4 +1,4 @@
-"""The slabs between the link and the coding kernels, with streams that run in whatever order their events allow."""
+"""Tests of slabs between the link and the coding kernels. Streams run in any order that their events allow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = 30
 
 
 class Stream:
-    """Work that a scheduler runs piece by piece; None where a piece has to wait."""
+    """A fake stream. ``Machine.run`` runs its work piece by piece. A piece returns False if it has to wait."""
 
     device = torch.device("cpu")
 
@@ -54,9 +54,9 @@ class Event:
 
 
 class Machine:
-    """A card whose codec turns each byte over, and a link; host memory and slots are rows of ``STRIDE`` bytes.
+    """A fake GPU, whose codec inverts each byte, and its link. Host memory and slots are rows of ``STRIDE`` bytes.
 
-    It is the route's ``Card`` too.
+    It also serves as the route's ``Card`` and coder.
     """
 
     def __init__(self, module: ModuleType, patch: pytest.MonkeyPatch, seed: int) -> None:
@@ -88,7 +88,7 @@ class Machine:
         self._code(share, back=True)
 
     def run(self) -> None:
-        """Until nothing is left: a piece of any stream that need not wait, one after the other."""
+        """Run all queued work piece by piece. Each piece comes from a random stream that does not have to wait."""
         while waiting := [stream for stream in self.streams if stream.work]:
             self.chance.shuffle(waiting)
             ran = next((stream for stream in waiting if stream.work[0]()), None)
@@ -138,7 +138,7 @@ class Link:
 
     @classmethod
     def of(cls, machine: Machine, ring: Any) -> list[Link]:
-        """One a slab."""
+        """Return one route per slab of the ring."""
         memory = ring.memory.numpy().reshape(-1, SLAB_PAGES, STRIDE)
         return [cls(machine, slab) for slab in memory]
 
@@ -152,7 +152,7 @@ class Link:
 
 
 def require_right(module: ModuleType, seed: int) -> None:
-    """Loads and saves of many sizes at once: every page is as it must be, and every flag its page's."""
+    """Queue loads and saves of many sizes, run them, and assert that all pages and error flags are correct."""
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(module, patch, seed)
         slots, host = (machine.chance.sample(range(SLOTS), SLOTS) for _ in "sh")
@@ -181,7 +181,7 @@ def require_all_right(module: ModuleType) -> None:
 
 
 def require_two_in_turn(module: ModuleType) -> None:
-    """Nothing is sent: two slabs of three pages are encoded, and the third turn waits for the first."""
+    """Assert that two slabs of three pages are encoded while the link is idle, and that the other pages wait."""
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(module, patch, 0)
         machine.save(list(range(12)), list(range(12)))
@@ -208,7 +208,7 @@ RING_BUGS = [
     Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
     Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
 ]
-"""In the ring of slabs that every route has: the machine of each route must notice them."""
+"""Bugs in the ring of slabs, which every route has. The tests of each kind of route must detect them."""
 
 BUGS = [
     *RING_BUGS,
@@ -221,7 +221,7 @@ BUGS = [
 ]
 
 
-def test_pages_are_right_in_whatever_order_streams_run() -> None:
+def test_pages_are_correct_in_any_stream_order() -> None:
     require_all_right(slabs)
 
 

@@ -1,4 +1,4 @@
-"""Which records go so that a larger one fits a byte budget."""
+"""Tests of which records are evicted so that a larger one fits into the byte budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ROOT, OLD_CHILD, NEW_CHILD, LONER = chain(4, "victims")
 
 
 def family(budget: int) -> Residency:
-    """A root of rank between its two children, and a lone page newer than all; 10 bytes each."""
+    """Return a tier with four records of 10 bytes each.
+
+    A root has a rank between those of its two children. A page without relatives is newer than all of them.
+    """
     residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=budget)})
     parents: dict[PageKey, PageKey] = {OLD_CHILD: ROOT, NEW_CHILD: ROOT}
     for key in (OLD_CHILD, ROOT, NEW_CHILD, LONER):
@@ -37,7 +40,7 @@ def chosen(residency: Residency, nbytes: int) -> list[PageKey]:
         (40, [OLD_CHILD, NEW_CHILD, ROOT, LONER]),
     ],
 )
-def test_a_parent_goes_after_its_last_child_and_then_at_its_own_rank(
+def test_a_parent_is_evicted_after_its_last_child_and_then_at_its_own_rank(
     nbytes: int, victims: list[PageKey]
 ) -> None:
     assert chosen(family(40), nbytes) == victims
@@ -52,6 +55,20 @@ def test_an_unreachable_page_counts_once_although_its_child_leaves_with_it() -> 
     assert chosen(residency, 30) == [NEW_CHILD, OLD_CHILD, LONER]
 
 
+def test_a_parent_is_not_evicted_while_a_copy_of_its_child_is_in_flight_to_another_tier() -> None:
+    residency = Residency(
+        {Tier.HOST: TierTable(Lru(), num_slots=2), Tier.NVME: TierTable(Lru(), budget_nbytes=20)}
+    )
+    for key, parent in ((ROOT, None), (OLD_CHILD, ROOT)):
+        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parent=parent)
+        residency.commit((key,), Tier.NVME, (slot,), sizes=(10,), parents=(parent,))
+    assert chosen(residency, 20) == [OLD_CHILD, ROOT]
+    residency.reserve((OLD_CHILD,), Tier.HOST, 0)
+    assert chosen(residency, 10) == [OLD_CHILD]
+    with pytest.raises(CapacityError, match="the pages that can be dropped take less than"):
+        chosen(residency, 20)
+
+
 def test_choosing_changes_nothing() -> None:
     residency = family(40)
     before = (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes)
@@ -59,8 +76,8 @@ def test_choosing_changes_nothing() -> None:
     assert (list(residency.tables[Tier.NVME].droppable), residency.tables[Tier.NVME].used_nbytes) == before
 
 
-def test_pinned_records_leave_too_little() -> None:
+def test_too_few_unpinned_records_raise_capacity_error() -> None:
     residency = family(40)
     residency.pin((NEW_CHILD,), Tier.NVME)
-    with pytest.raises(CapacityError, match="not enough to drop"):
+    with pytest.raises(CapacityError, match="the pages that can be dropped take less than"):
         chosen(residency, 30)

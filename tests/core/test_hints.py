@@ -1,4 +1,4 @@
-"""The hint table: revisions, the victim order, retention with an end, the queue for a prefetcher, its bounds."""
+"""Tests of the hint table: revisions, eviction order, end of retention, and the bounded queue for a prefetcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Need = Literal["will_need", "wont_need", "retain"]
 
 @pytest.fixture
 def residency() -> Residency:
-    """A, B and C are in a tier, A the first to leave."""
+    """Return a residency whose only tier contains A, B and C. A is evicted first."""
     residency = Residency({Tier.HBM: TierTable(make_policy("lru"), num_slots=3)})
     for key in (A, B, C):
         residency.adopt(key, Tier.HBM, residency.take(Tier.HBM), None)
@@ -47,7 +47,7 @@ def order(residency: Residency) -> list[PageKey]:
     return list(residency.tables[Tier.HBM].droppable)
 
 
-def test_what_nobody_wants_leaves_first_and_what_is_retained_last(
+def test_unwanted_pages_are_evicted_first_and_retained_pages_last(
     residency: Residency, table: HintTable
 ) -> None:
     assert table.apply(hint("retain", A), 0.0) is HintResult.APPLIED
@@ -55,18 +55,20 @@ def test_what_nobody_wants_leaves_first_and_what_is_retained_last(
     assert order(residency) == [C, B, A]
 
 
-def test_the_tail_of_what_nobody_wants_leaves_before_its_head(residency: Residency, table: HintTable) -> None:
+def test_the_tail_of_unwanted_pages_is_evicted_before_the_head(
+    residency: Residency, table: HintTable
+) -> None:
     table.apply(hint("wont_need", A, B, C), 0.0)
     assert order(residency) == [C, B, A]
 
 
-def test_who_does_not_need_a_page_does_not_speak_for_who_will_need_it(
+def test_wont_need_of_one_request_does_not_override_will_need_of_another(
     residency: Residency, table: HintTable
 ) -> None:
     table.take()
     table.apply(hint("will_need", B, C, who="a", ttl_s=5.0), 0.0)
     table.apply(hint("will_need", C, who="b", ttl_s=9.0), 0.0)
-    residency.queues.keep(C, Tier.HBM, 0)  # what a prefetcher has the store do
+    residency.queues.keep(C, Tier.HBM, 0)  # as the store does for a prefetcher
     table.apply(hint("wont_need", B, C), 0.0)
     assert order(residency) == [A, B, C]
     table.expire(5.0)
@@ -76,7 +78,7 @@ def test_who_does_not_need_a_page_does_not_speak_for_who_will_need_it(
     assert order(residency) == [B, C, A]
 
 
-def test_nothing_is_counted_of_hints_that_have_ended(table: HintTable) -> None:
+def test_ended_hints_are_not_counted(table: HintTable) -> None:
     table.take()
     table.apply(hint("will_need", A, B, A, who="a"), 0.0)
     table.apply(hint("will_need", B, who="b"), 0.0)
@@ -90,7 +92,7 @@ def test_nothing_is_counted_of_hints_that_have_ended(table: HintTable) -> None:
     assert not table._expecting
 
 
-def test_what_is_retained_with_a_lower_priority_leaves_first(residency: Residency, table: HintTable) -> None:
+def test_retained_pages_with_lower_priority_are_evicted_first(residency: Residency, table: HintTable) -> None:
     table.apply(hint("retain", A, who="a", priority=2), 0.0)
     table.apply(hint("retain", B, who="b", priority=1), 0.0)
     table.apply(hint("retain", C, who="c", priority=3), 0.0)
@@ -138,7 +140,7 @@ def test_will_need_waits_for_a_prefetcher_and_is_rejected_without_one(table: Hin
     assert table.take() == []
 
 
-def test_a_newer_revision_replaces_the_waiting_hint_and_no_keys_cancel_it(table: HintTable) -> None:
+def test_newer_revision_replaces_the_waiting_hint_and_one_without_keys_cancels_it(table: HintTable) -> None:
     table.take()
     table.apply(hint("will_need", A), 0.0)
     newer = hint("will_need", B, revision=2)
@@ -200,7 +202,7 @@ def test_a_request_that_renews_its_retention_keeps_one_end(table: HintTable) -> 
     assert table.next_expiry is not None
 
 
-def test_a_hint_about_many_pages_is_carried_out_a_batch_at_a_time_and_whole() -> None:
+def test_hint_about_many_pages_is_applied_completely_in_batches() -> None:
     keys = [PageKey(i.to_bytes(4, "big")) for i in range(3 * BATCH_PAGES)]
     many = Residency({Tier.HBM: TierTable(make_policy("lru"), num_slots=len(keys) + 1)})
     for key in [*keys, A]:
@@ -214,7 +216,7 @@ def test_a_hint_about_many_pages_is_carried_out_a_batch_at_a_time_and_whole() ->
     assert order(many) == [A, *reversed(keys)]
 
 
-def test_a_need_that_is_none_is_refused() -> None:
+def test_unknown_need_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Hint\.need must be 'will_need', .*, got 'retian'"):
         Hint("r", 1, (A,), "retian")  # type: ignore[arg-type]
 
@@ -232,11 +234,11 @@ def test_a_need_that_is_none_is_refused() -> None:
         ({"deadline_s": 10**400}, r"deadline_s must be a number of seconds or None, got 10+"),
     ],
 )
-def test_a_hint_that_no_order_and_no_clock_has_a_place_for_is_refused(more: dict[str, Any], why: str) -> None:
-    """It would be met again and again by whoever advances the store, and closing it would end with its error."""
+def test_hint_with_an_unusable_priority_or_time_is_refused(more: dict[str, Any], why: str) -> None:
+    """If such a hint were accepted, every call that advances or closes the store would fail."""
     with pytest.raises(ValueError, match=rf"Hint\.{why}"):
         Hint("r", 1, (A,), **more)
 
 
-def test_a_hint_may_last_for_ever_and_be_as_urgent_as_can_be() -> None:
+def test_a_hint_may_last_forever_with_the_highest_priority() -> None:
     assert Hint("r", 1, (A,), "retain", ttl_s=math.inf, priority=-(10**30), deadline_s=-5.0).ttl_s == math.inf

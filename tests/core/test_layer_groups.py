@@ -1,4 +1,4 @@
-"""Layer groups: parts that make up the page, no smaller than is worth a copy."""
+"""Tests of layer groups: their parts make up the page, and none is too small to be worth a copy."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ LAYERS = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 
 
 @given(LAYERS, st.integers(1, 20), st.sampled_from([1, 300, 10**9]))
-def test_parts_lie_one_after_the_other_and_make_up_the_blob(
-    layers: list[int], most: int, smallest: int
-) -> None:
+def test_consecutive_parts_make_up_the_blob(layers: list[int], most: int, smallest: int) -> None:
     layout = layout_of(*layers)
     groups = LayerGroups.of(layout, most, smallest)
     assert 1 <= len(groups) <= most
@@ -69,7 +67,7 @@ def test_unequal_groups_make_up_the_blob_too(layers: list[int], shares: list[int
 @pytest.mark.parametrize(
     ("tokens", "starts"), [(64, (0, 20)), (32, (0, 20)), (16, (0, 16)), (8, (0,))], ids=str
 )
-def test_the_first_cut_is_taken_that_leaves_large_groups(tokens: int, starts: tuple[int, ...]) -> None:
+def test_first_split_with_large_groups_is_used(tokens: int, starts: tuple[int, ...]) -> None:
     spec = PageSpec(
         num_layers=32, page_size=tokens, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m"
     )

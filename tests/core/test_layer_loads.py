@@ -1,4 +1,4 @@
-"""Loads by layers on a thread: how far they are, and what becomes of them."""
+"""Test a thread that loads pages layer group by layer group: the state that it reports for each layer, and its acks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 class Pool(CpuPool):
-    """Writes a part when it is let, and breaks where it is told to."""
+    """A pool that writes each part only when the test permits it, and raises an error at the part ``broken``."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, 4)
@@ -67,7 +67,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_layer_is_there_once_it_is_written_into_all_the_slots(rig: Rig) -> None:
+def test_layer_is_ready_once_written_into_all_slots(rig: Rig) -> None:
     rig.load(1, 0, 1)
     assert not rig.loads.arriving((0, 1), 0).submitted
     rig.let(2)
@@ -93,13 +93,13 @@ def test_the_first_layers_of_a_later_transfer_go_before_the_next_of_an_earlier_o
     rig.load(2, 1)
     rig.let(7)
     assert [rig.ack().transfer_id for _ in range(2)] == [1, 2]
-    # The second part of the first may have been on its way when the second transfer came.
+    # Part 1 of the first transfer may already have been in flight when the second transfer was submitted.
     assert rig.pool.order.index((1, 0)) < rig.pool.order.index((0, 2))
     assert rig.pool.order[-2:] == [(0, 3), (1, 3)]
     assert rig.loads.close(PATIENCE_S)
 
 
-def test_a_part_that_cannot_be_written_fails_its_transfer_alone(rig: Rig) -> None:
+def test_unwritable_part_fails_only_its_transfer(rig: Rig) -> None:
     rig.pool.broken = (0, 1)
     rig.load(1, 0)
     rig.load(2, 1)
@@ -112,7 +112,7 @@ def test_a_part_that_cannot_be_written_fails_its_transfer_alone(rig: Rig) -> Non
     assert rig.loads.close(PATIENCE_S)
 
 
-def test_close_fails_what_has_parts_to_come(rig: Rig) -> None:
+def test_close_fails_loads_with_missing_parts(rig: Rig) -> None:
     rig.load(1, 0)
     rig.load(2, 1)
     assert not rig.loads.close(0.0)

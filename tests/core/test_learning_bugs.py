@@ -1,4 +1,6 @@
-"""What admission and the learning orders promise notices planted bugs: each breaks one of the tests named beside it."""
+"""Tests that the tests of admission and of the learning policies detect planted bugs. Each bug must make the
+test that is listed next to it fail.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,23 @@ Test = Callable[[], None]
 ADMISSION: list[tuple[Bug, Test]] = [
     (
         Bug("a write is not counted", "self._credit -= 1", "self._credit -= 0"),
-        test_admission.test_what_is_written_without_being_asked_about_counts,
+        test_admission.test_pages_written_without_asking_admission_count,
     ),
     (
         Bug("the worst kinds come first", "reverse=True", "reverse=False"),
-        test_admission.test_cost_learns_which_kind_of_page_comes_back,
+        test_admission.test_cost_learns_which_kind_of_page_is_requested_again,
     ),
     (
         Bug("a use in memory pays", "+= below", "+= 1"),
-        test_admission.test_a_use_in_memory_does_not_speak_for_the_disk,
+        test_admission.test_hits_in_memory_do_not_count_for_the_disk,
     ),
     (
         Bug("half a run is written", "record.lot < ", "self._put % 100 / 100 < "),
-        test_admission.test_of_a_kind_that_is_written_in_part_a_run_is_written_whole_or_not,
+        test_admission.test_runs_of_a_partly_written_kind_are_written_whole_or_skipped,
     ),
     (
         Bug("the day's budget is not asked", "max(0.0, 1 - gone)", "1"),
-        test_admission.test_cost_asks_more_of_a_page_as_the_day_s_budget_goes,
+        test_admission.test_cost_admits_fewer_pages_as_the_daily_budget_is_used,
     ),
     (
         Bug("all runs are as long", "min(record.span.bit_length(), _SPANS - 1)", "0"),
@@ -42,68 +44,68 @@ ADMISSION: list[tuple[Bug, Test]] = [
     ),
     (
         Bug("the share is not kept", "else left / wished", "else 1.0"),
-        test_admission.test_cost_writes_at_most_half_of_what_is_put_in_the_long_run_whatever_comes,
+        test_admission.test_cost_writes_at_most_half_of_all_puts_in_the_long_run,
     ),
     (
-        Bug("what never pays is written too", "worth[kind] <= _LEAST * mean", "False"),
-        test_admission.test_a_use_in_memory_does_not_speak_for_the_disk,
+        Bug("kinds that never pay are written", "worth[kind] <= _LEAST * mean", "False"),
+        test_admission.test_hits_in_memory_do_not_count_for_the_disk,
     ),
 ]
 
 HISTORY: list[tuple[Bug, Test]] = [
     (
         Bug("a shared beginning is a branch", "before.followers < _SHARED", "True"),
-        test_admission.test_a_history_knows_how_runs_began_and_how_long_they_are,
+        test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
         Bug("a run is one page long", "self.place = before.place + 1", "self.place = 1"),
-        test_admission.test_a_history_knows_how_runs_began_and_how_long_they_are,
+        test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
         Bug("each page has a lot of its own", "before.branch, before.lot", "before.branch, self.lot"),
-        test_admission.test_a_history_knows_how_runs_began_and_how_long_they_are,
+        test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
         Bug("steps are not counted", "min(before.steps + 1, _MOST)", "1"),
-        test_admission.test_a_history_knows_how_runs_began_and_how_long_they_are,
+        test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
-        Bug("what was used is forgotten first", "self._records.move_to_end(record.key)", "pass"),
-        test_admission.test_a_history_forgets_the_page_that_was_asked_for_longest_ago,
+        Bug("recently used pages are forgotten first", "self._records.move_to_end(record.key)", "pass"),
+        test_admission.test_history_forgets_the_least_recently_requested_page,
     ),
 ]
 
 SESSION: list[tuple[Bug, Test]] = [
     (
-        Bug("what waits still is not counted", "ended[_bucket(now - epoch * self._epoch)] += number", "pass"),
-        test_learning_orders.test_a_curve_is_the_share_that_came_back_by_each_age,
+        Bug("waiting pages are not counted", "ended[_bucket(now - epoch * self._epoch)] += number", "pass"),
+        test_learning_orders.test_curve_is_the_share_of_pages_that_returned_by_each_age,
     ),
     (
         Bug("runs of any length are alike", "0 if record.span < _SHORT else", "0 if True else"),
-        test_learning_orders.test_new_pages_are_of_one_kind_if_their_runs_began_alike_and_are_about_as_long,
+        test_learning_orders.test_new_pages_are_of_one_kind_if_their_runs_are_of_similar_origin_and_length,
     ),
     (
         Bug("a place costs nothing", "point[1] - price * point[2]", "point[1]"),
-        test_learning_orders.test_kinds_that_come_back_are_kept_until_they_do_and_others_not_at_all,
+        test_learning_orders.test_only_pages_of_kinds_requested_again_are_kept,
     ),
     (
         Bug(
-            "what is kept longer leaves sooner",
+            "pages kept longer are evicted sooner",
             "return self._history.now + (",
             "return self._history.now - (",
         ),
-        test_learning_orders.test_the_page_whose_time_is_up_first_leaves_first,
+        test_learning_orders.test_page_with_the_earliest_expected_end_is_evicted_first,
     ),
 ]
 
 ADAPTIVE: list[tuple[Bug, Test]] = [
     (
         Bug("session is followed always", "self._ghost.hits > self._lru.hits", "True"),
-        test_learning_orders.test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not,
+        test_learning_orders.test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise,
     ),
     (
         Bug("LRU is followed always", "self._ghost.hits > self._lru.hits", "False"),
-        test_learning_orders.test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not,
+        test_learning_orders.test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise,
     ),
     (
         Bug(
@@ -111,11 +113,11 @@ ADAPTIVE: list[tuple[Bug, Test]] = [
             "self.hits += self._whole",
             "self.hits += page in self._values",
         ),
-        test_learning_orders.test_a_ghost_counts_what_a_request_finds_up_to_the_first_page_that_is_missing,
+        test_learning_orders.test_ghost_cache_counts_hits_up_to_the_first_missing_page,
     ),
     (
         Bug("the ghosts let heads go first", "_DEEPEST - min(record.depth, _DEEPEST)", "record.depth"),
-        test_learning_orders.test_of_one_request_the_ghosts_let_the_last_pages_go_first,
+        test_learning_orders.test_ghost_caches_evict_the_last_pages_of_a_request_first,
     ),
     (
         Bug(
@@ -123,7 +125,7 @@ ADAPTIVE: list[tuple[Bug, Test]] = [
             "heappush(self._heap, (value, page))",
             "self._heap.append((value, page))",
         ),
-        test_learning_orders.test_a_ghost_holds_the_pages_of_highest_value,
+        test_learning_orders.test_ghost_cache_holds_the_pages_of_highest_value,
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The orders that learn: what they make of how soon pages came back, and when LRU is followed instead."""
+"""Tests of the eviction policies that learn how soon pages are requested again, and of when they follow LRU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ asks = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=150)
 
 
 @given(asks, st.integers(1, 8))
-def test_a_ghost_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], pages: int) -> None:
+def test_ghost_cache_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], pages: int) -> None:
     ghost, model, hits, keys = Ghost(pages), dict[PageKey, int](), 0, chain(13)
     for number, (page, value) in enumerate(steps):
         worth = value * 1000 + number
@@ -37,7 +37,7 @@ def test_a_ghost_holds_the_pages_of_highest_value(steps: list[tuple[int, int]], 
         assert (ghost.hits, ghost._values) == (hits, model)
 
 
-def test_a_ghost_counts_what_a_request_finds_up_to_the_first_page_that_is_missing() -> None:
+def test_ghost_cache_counts_hits_up_to_the_first_missing_page() -> None:
     ghost, keys = Ghost(4), chain(6)
     for value, page in enumerate((0, 1, 3)):
         ghost.ask(keys[page], value, 1)
@@ -46,15 +46,15 @@ def test_a_ghost_counts_what_a_request_finds_up_to_the_first_page_that_is_missin
     assert ghost.hits == 2, "the fourth is there, the third is not"
 
 
-def test_a_ghost_s_memory_is_bounded() -> None:
+def test_ghost_cache_memory_is_bounded() -> None:
     ghost, keys = Ghost(4), chain(4)
     for value in range(10_000):
         ghost.ask(keys[value % 4], value, value)
     assert len(ghost._heap) < 100
 
 
-def test_a_curve_is_the_share_that_came_back_by_each_age() -> None:
-    """Of 100 pages a quarter came back after 10, a quarter after 100; the rest still waits."""
+def test_curve_is_the_share_of_pages_that_returned_by_each_age() -> None:
+    """Check the curve for 100 pages: 25 are requested again at age 10, 25 at age 100, and the others never."""
     returns = Returns(64)
     for i in range(100):
         returns.begin(i)
@@ -70,13 +70,13 @@ def test_a_curve_is_the_share_that_came_back_by_each_age() -> None:
     assert all(place <= age for age, _, place in curve)
 
 
-def test_what_is_not_known_yet_is_no_curve() -> None:
+def test_too_few_observations_give_no_curve() -> None:
     returns = Returns(64)
     returns.begin(0)
     assert returns.curve(1000) == [(0.0, 0.0, 0.0)]
 
 
-def test_a_wait_that_was_given_up_ends_without_effect() -> None:
+def test_abandoned_wait_ends_without_effect() -> None:
     returns = Returns(8)
     for _ in range(20):
         returns.begin(0)
@@ -91,10 +91,8 @@ steps = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
 
 
 @given(steps, st.integers(0, 40))
-def test_at_every_price_a_corner_of_a_curve_is_as_good_as_any_of_its_points(
-    steps: list[tuple[int, int]], price: int
-) -> None:
-    """In whole numbers, that sums are exact."""
+def test_at_every_price_some_hull_corner_is_optimal(steps: list[tuple[int, int]], price: int) -> None:
+    """Use whole numbers, so that sums are exact."""
     curve = [(0.0, 0.0, 0.0)]
     for age, (chance, place) in enumerate(steps, 1):
         curve.append((float(age), curve[-1][1] + chance, curve[-1][2] + place))
@@ -112,7 +110,7 @@ def ask(history: History, key: PageKey, parent: PageKey | None = None) -> None:
 
 
 def chats(history: History, rounds: int) -> None:
-    """Eight pages come back every 40, three in four of what is asked for never does."""
+    """Request eight pages again and again, each after 40 requests. All other requests are for new pages."""
     regulars = chain(8, "regular")
     for i in range(rounds):
         ask(history, regulars[i % 8])
@@ -120,7 +118,7 @@ def chats(history: History, rounds: int) -> None:
             ask(history, chain(1, f"{i}/{j}")[0])
 
 
-def test_kinds_that_come_back_are_kept_until_they_do_and_others_not_at_all() -> None:
+def test_only_pages_of_kinds_requested_again_are_kept() -> None:
     history, lifetimes = History(1000), Lifetimes(16)
     history.watchers.append(lifetimes)
     chats(history, 600)
@@ -128,7 +126,7 @@ def test_kinds_that_come_back_are_kept_until_they_do_and_others_not_at_all() -> 
     assert lifetimes.kept[7] >= 40
 
 
-def test_new_pages_are_of_one_kind_if_their_runs_began_alike_and_are_about_as_long() -> None:
+def test_new_pages_are_of_one_kind_if_their_runs_are_of_similar_origin_and_length() -> None:
     def run(name: str, number: int, after: PageKey | None = None) -> list[PageKey]:
         keys = chain(number, name)
         for i, key in enumerate(keys):
@@ -149,7 +147,7 @@ def test_new_pages_are_of_one_kind_if_their_runs_began_alike_and_are_about_as_lo
     assert len(set.union(*kinds)) == 5
 
 
-def test_the_page_whose_time_is_up_first_leaves_first() -> None:
+def test_page_with_the_earliest_expected_end_is_evicted_first() -> None:
     history = History(1000)
     session = Session(history, 16)
     chats(history, 600)
@@ -161,7 +159,7 @@ def test_the_page_whose_time_is_up_first_leaves_first() -> None:
     assert session.enter(chain(1, "never seen")[0]) < session.enter(regular)
 
 
-def test_of_one_request_the_ghosts_let_the_last_pages_go_first() -> None:
+def test_ghost_caches_evict_the_last_pages_of_a_request_first() -> None:
     history = History(1000)
     rivals = Rivals(Session(history, 4), 4)
     history.watchers.append(rivals)
@@ -174,7 +172,7 @@ def test_of_one_request_the_ghosts_let_the_last_pages_go_first() -> None:
     assert set(rivals._lru._values) == {*request[:3], other}
 
 
-def test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not() -> None:
+def test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise() -> None:
     history = History(1000)
     adaptive = Adaptive(history, 16)
     chats(history, 600)
@@ -182,7 +180,7 @@ def test_adaptive_is_session_while_that_hits_more_and_lru_when_it_does_not() -> 
     assert adaptive.rivals.follow_session
     assert adaptive.enter(passing) < adaptive.enter(regular)
     for i in range(2000):
-        # As if learnt in another world: used once is for ever.
+        # Lifetimes that do not fit these requests: pages of the first eight kinds are kept for very long.
         adaptive.lifetimes.kept = [10_000.0] * 8 + [0.0] * (KINDS - 8)
         ask(history, chain(1, f"old{i}")[0])
         ask(history, chain(1, f"old{i}")[0])

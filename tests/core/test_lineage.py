@@ -1,4 +1,4 @@
-"""Lineage against a plain dictionary: links, losses and what is left of them."""
+"""Compares Lineage with a plain dictionary of parents, while pages are linked and removed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ steps = st.lists(st.one_of(st.tuples(keys, st.none() | keys), keys), max_size=40
 
 
 @given(steps)
-def test_it_does_what_a_dictionary_of_parents_does(
+def test_lineage_equals_a_dictionary_of_parents(
     steps: list[tuple[PageKey, PageKey | None] | PageKey],
 ) -> None:
-    """A step is a link (key, parent) or the loss of a key. The first known parent stays until the loss."""
+    """Apply steps, which link (key, parent) or remove a key. A key's first parent stays until the key is removed."""
     lineage, model = Lineage(), dict[PageKey, PageKey]()
     for step in steps:
         if isinstance(step, tuple):
@@ -40,7 +40,7 @@ def test_it_does_what_a_dictionary_of_parents_does(
 
 
 @given(st.lists(st.tuples(keys, keys), max_size=20))
-def test_precedes_says_who_descends_from_whom(links: list[tuple[PageKey, PageKey]]) -> None:
+def test_precedes_is_true_exactly_for_ancestors(links: list[tuple[PageKey, PageKey]]) -> None:
     lineage, model = Lineage(), dict[PageKey, PageKey]()
     for key, parent in links:
         if key != parent and not lineage.precedes(key, parent):
@@ -56,7 +56,7 @@ def test_precedes_says_who_descends_from_whom(links: list[tuple[PageKey, PageKey
             assert lineage.precedes(old, young) == (old in above)
 
 
-def test_nothing_is_left_of_pages_that_went() -> None:
+def test_removed_pages_leave_no_nodes() -> None:
     lineage = Lineage()
     for key, parent in zip(KEYS[1:], KEYS, strict=False):
         lineage.link(key, parent)

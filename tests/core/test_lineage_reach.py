@@ -1,4 +1,4 @@
-"""Unreachable pages: changes travel down large trees in bounded steps, and stop where nothing changes."""
+"""Tests of marking unreachable pages: large trees are marked in bounded steps, which stop where nothing changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support import lanes
 from tests.support.pages import chain
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
@@ -56,7 +57,7 @@ def test_unreachable_pages_leave_before_others_while_most_of_them_are_not_marked
     check_residency(pages)
 
 
-def test_a_page_that_returns_stops_the_change_where_it_has_come_to() -> None:
+def test_returning_page_stops_the_marking_in_progress() -> None:
     pages, keys = long_chain()
     for _ in range(50):
         pages.evict(keys[0], Tier.HOST)
@@ -69,7 +70,7 @@ def test_a_page_that_returns_stops_the_change_where_it_has_come_to() -> None:
     check_residency(pages)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", lanes.some(range(5), lambda seed: seed < 2))
 def test_marks_are_exact_after_any_losses_and_returns_in_a_tree_that_is_marked_slowly(seed: int) -> None:
     dice = random.Random(seed)
     keys = chain(PAGES, f"tree {seed}")

@@ -1,9 +1,10 @@
-"""Payloads decoded where they lie, interpreted: to the byte the pages that the codecs of the CPU make of them."""
+"""Tests that the interpreted kernel decodes payloads in host memory to the same bytes as the codecs on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("triton")
 from tests.codecs.holding import FEATURES, Bytes, decoded, encoded, page_like_kv, spec_of
 from tests.core import virtual_link
 from tests.core.interpreted import interpreted
+from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.codecs import LOSSY
 from tierstore.codecs.host_format import HostFormat
@@ -32,13 +34,13 @@ from tierstore.page import PageLayout
 FETCHING_HERE = interpreted()
 NAMES = [name for name, codec in LOSSY.items() if not codec.zstd]
 SMALL = Grid(3, 4, 1024, 2048, 1)
-"""Several tiles a plane, several turns a tile, several tiles a program."""
+"""A launch configuration with several tiles per plane, iterations per tile, and tiles per program."""
 
 SLOTS, FILL = 5, 0xA5
 
 
 class Card:
-    """Ordinary memory."""
+    """A fake GPU with ordinary memory."""
 
     def flags(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, dtype=torch.int32)
@@ -52,14 +54,14 @@ class NoRing:
 
 
 class NoSaves:
-    """Nobody asks for a save."""
+    """A stand-in for the saves of the route, which no test uses."""
 
     ends_on = None
     ring = NoRing()
 
 
 class Bench:
-    """Payloads in rows of ordinary memory, and slots to decode them into: our own, or an engine's."""
+    """Payloads in rows of ordinary memory, and slots to decode them into, in a pool or in an engine's tensors."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Bench:
         self.route = encoded_routes.mapped_route("here", coder, saves, layers)
 
     def load(self, slots: Sequence[int], group: int | None = None) -> list[int]:
-        """From the first payloads; the flags."""
+        """Load the first payloads into ``slots``, or only one layer group of them. Return an error flag per page."""
         for row, payload in zip(self._memory, self.payloads, strict=True):
             row[self._start : self._start + self._length] = payload
         there = np.array(slots, dtype=np.int64)
@@ -122,7 +124,7 @@ class Bench:
         return decoded(self.codec, self.layout, self.payloads[number])
 
     def accepted(self, number: int) -> bool:
-        """By ``tierstore.codecs``."""
+        """Return whether ``tierstore.codecs`` decodes the payload without an IntegrityError."""
         try:
             self.wanted(number)
         except IntegrityError:
@@ -150,25 +152,26 @@ SHAPES = [
     ("float16", 34, 1, 64),
     ("float32", 64, 1, 64),
 ]
-"""Dtype, tokens, heads, dim: whole groups; two a page; tokens left over; odd rows; few numbers; other words."""
+"""Dtype, tokens, KV heads and head dimension of a page.
+
+The cases are, in order: one group of tokens, two groups, a group and one more token, rows of an odd size, few
+numbers, and two other dtypes.
+"""
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        # Every shape with bytes and with halves of bytes, every other codec with one
-        pytest.param(
-            name, shape, marks=[] if name in ("int8", "int4") or shape == SHAPES[0] else pytest.mark.deep
-        )
-        for name in NAMES
-        for shape in SHAPES
-    ],
+    # Every shape with int8 (a byte per number), three with int4 (half a byte), and one with every other codec
+    lanes.some(
+        product(NAMES, SHAPES),
+        lambda name, shape: name == "int8" or shape == SHAPES[0] or (name == "int4" and shape in SHAPES[2:4]),
+    ),
     ids=str,
 )
-def test_pages_are_those_of_the_cpu(name: str, shape: tuple[str, int, int, int]) -> None:
+def test_pages_equal_those_of_the_cpu(name: str, shape: tuple[str, int, int, int]) -> None:
     layout = PageLayout.of(spec_of(shape[0], 1, *shape[1:]))
     if not can_fetch(LOSSY[name], layout):
-        # The two numbers of a byte: while one's tokens share a scale, the other's must too.
+        # The two codes in a byte are of different tokens, and here their scales change at different bytes.
         size = {"int4": 32, "int4-64": 64}[name]
         assert shape[1] > size
         assert (shape[1] + 1) // 2 % size
@@ -176,22 +179,25 @@ def test_pages_are_those_of_the_cpu(name: str, shape: tuple[str, int, int, int])
     require_same(Bench(name, layout, some_pages(layout)))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pages_of_several_kv_groups_come_too(name: str) -> None:
+@pytest.mark.parametrize("name", lanes.some(NAMES, "k8v4".__eq__))
+def test_pages_of_several_kv_groups_are_loaded(name: str) -> None:
     layout = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("bfloat16", 1, 32, 1, 64, 1, "mla")])
     bench = Bench(name, layout, some_pages(layout))
     require_same(bench)
 
 
-def test_what_a_tile_cannot_hold_goes_another_way() -> None:
-    left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # a head of 64 and of 16
+def test_layouts_that_a_tile_cannot_hold_are_not_fetched() -> None:
+    left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # each head is divided into 64 and 16 numbers
     kept = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("uint8", 2, 32, 1, 7, 1)])
     for layout in (left, kept):
         assert not can_fetch(LOSSY["int8"], layout)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_groups_of_layers_are_filled_and_nothing_else(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    lanes.some(NAMES, "int4".__eq__),
+)
+def test_loading_a_layer_group_writes_only_its_layers(name: str) -> None:
     layout = PageLayout.of(spec_of("bfloat16", 5, 32, 1, 64))
     bench = Bench(name, layout, some_pages(layout), groups=3)
     layers = bench.route.layers
@@ -211,7 +217,7 @@ def test_groups_of_layers_are_filled_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("letters", ["BKNHD", "BHNKD", "DNHKB"])
-@pytest.mark.parametrize("name", ["int8", "k8v4"])
+@pytest.mark.parametrize("name", ["int8", pytest.param("k8v4", marks=pytest.mark.deep)])
 def test_an_engines_layers_are_filled_in_place(name: str, letters: str) -> None:
     layout = PageLayout.of(spec_of("bfloat16", 3, 16, 2, 64))
     sizes = dict(zip("BKNHD", (SLOTS, 2, 16, 2, 64), strict=True))
@@ -222,17 +228,17 @@ def test_an_engines_layers_are_filled_in_place(name: str, letters: str) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("grid", [Grid(1, 4, 64, 64, 1), Grid(500, 4, 4096, 1 << 20, 1)], ids=["one", "many"])
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8"])
-def test_any_number_of_programs_and_any_tiles_give_the_same(name: str, grid: Grid) -> None:
+def test_any_program_count_and_tile_size_give_the_same_result(name: str, grid: Grid) -> None:
     layout = PageLayout.of(spec_of("bfloat16", 1, 16, 2, 64))
     require_same(Bench(name, layout, some_pages(layout), grid=grid))
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("fp8", "k8v4") else pytest.param(name, marks=pytest.mark.deep) for name in NAMES],
+    lanes.some(NAMES, ("fp8",).__contains__),
 )
-def test_what_no_encoder_makes_is_told_of_its_page_alone(name: str) -> None:
-    """Bytes of a payload, one at a time, become ones that may be no scale, no smallest number and no code."""
+def test_invalid_payload_bytes_are_reported_for_their_page_only(name: str) -> None:
+    """Overwrite single bytes of a payload with values that may be invalid as a scale, a minimum or a code."""
     layout = PageLayout.of(spec_of("float16", 1, 16, 1, 64))
     bench = Bench(name, layout, some_pages(layout), grid=Grid(2, 4, 2048, 4096, 1))
     good = bench.payloads[1].copy()
@@ -250,15 +256,15 @@ def test_what_no_encoder_makes_is_told_of_its_page_alone(name: str) -> None:
     assert name == "fp8" or not all(told)
 
 
-def test_a_bad_code_is_told_with_the_group_it_is_in() -> None:
+def test_invalid_code_is_reported_with_its_layer_group() -> None:
     layout = PageLayout.of(spec_of("bfloat16", 5, 32, 1, 64))
     bench = Bench("int8", layout, some_pages(layout), groups=3)
-    bench.payloads[1][-1] = 0x80  # the last code: values of the last layer
+    bench.payloads[1][-1] = 0x80  # the last code, which is in the last layer's values
     assert [bench.load([3, 0, 4], group) for group in range(3)] == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
 
 
 class NoPieces(virtual_link.Link):
-    """What a launch costs its caller does not grow with its pages."""
+    """A route whose launches cost the caller the same for any number of pages."""
 
     def __init__(
         self, clock: virtual_link.Clock, held: HostFormat, processor: virtual_link.Processor
@@ -270,11 +276,14 @@ class NoPieces(virtual_link.Link):
 
 
 @pytest.mark.parametrize("processor", [virtual_link.FAST, virtual_link.SLOW], ids=["fast", "slow"])
-def test_pages_without_pieces_are_launched_by_hundreds_and_far_ahead(
+def test_pages_without_pieces_are_launched_in_large_batches_ahead(
     processor: virtual_link.Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """131,072 tokens of an 8B model, while the caller computes for 30 ms at a time: a launch takes far more than 50
-    pages, and the link waits for few milliseconds of those 60 where slabs leave it idle for most."""
+    """Restore 131,072 tokens of an 8B model while the caller computes twice for 30 ms without polling.
+
+    Launches must be few and large, and the link must be idle for only a few milliseconds. With slabs, it would be
+    idle for most of these 60 ms.
+    """
     monkeypatch.setattr(virtual_link, "Link", NoPieces)
     found = virtual_link.restore(cuda_copy_engine, 16 << 30, processor, codec="int8", away=0.03)
     assert found.launches < 30
@@ -283,7 +292,7 @@ def test_pages_without_pieces_are_launched_by_hundreds_and_far_ahead(
 
 
 def require_all_right(kernels: ModuleType) -> None:
-    """Pages of more tiles than programs, of odd tokens, by groups; and one that no encoder makes."""
+    """Assert that pages of even and odd length are decoded correctly by layer group, and invalid payloads flagged."""
     for name, tokens in (("int8", 16), ("k8v4", 15), ("int4-64", 15)):
         layout = PageLayout.of(spec_of("bfloat16", 3, tokens, 1, 64))
         bench = Bench(
@@ -294,7 +303,7 @@ def require_all_right(kernels: ModuleType) -> None:
         for number, slot in enumerate([3, 0, 4]):
             np.testing.assert_array_equal(bench.page(slot), bench.wanted(number))
         for payload in bench.payloads[:2]:
-            payload[:2] = 0xFF  # a scale
+            payload[:2] = 0xFF  # an invalid scale
         bench.payloads[1][:2] = 0xFF, 0x7F
         assert bench.load([3, 0, 4]) == [1, 1, 0]
 
@@ -337,7 +346,7 @@ BUGS = [
 
 
 @pytest.mark.deep
-def test_the_kernel_as_it_is_is_right() -> None:
+def test_kernel_without_a_bug_is_correct() -> None:
     require_all_right(FETCHING_HERE)
 
 

@@ -1,4 +1,4 @@
-"""Counters of one store: what is counted is in the snapshot and in the text, and stores do not share them."""
+"""Tests of a store's counters: they appear in the snapshot and in the text, and stores do not share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRANSFER = Transfer(
 )
 
 
-def test_what_is_counted_is_in_the_snapshot() -> None:
+def test_counted_events_are_in_the_snapshot() -> None:
     metrics = Metrics()
     metrics.hit(Tier.HBM)
     metrics.hit(Tier.HBM, 4)
@@ -48,7 +48,7 @@ def test_a_transfer_counts_what_arrived_and_why_the_rest_did_not() -> None:
     assert found["failed_pages"] == {"NVME,HOST,integrity": 2.0}
 
 
-def test_the_text_is_what_a_scraper_reads() -> None:
+def test_text_is_in_prometheus_format() -> None:
     metrics = Metrics()
     metrics.hit(Tier.HOST, 3)
     assert 'tierstore_hits_pages_total{tier="HOST"} 3.0' in metrics.text().splitlines()
@@ -60,7 +60,7 @@ def test_two_stores_in_a_process_count_apart() -> None:
     assert other.snapshot()["faults"] == {"total": 0.0}
 
 
-def test_the_longest_hold_of_the_lock_is_read_when_it_is_asked_for() -> None:
+def test_longest_lock_hold_is_read_on_demand() -> None:
     metrics, held = Metrics(), [0.0]
     metrics.watch_lock(lambda: held[0], lambda: held[0] / 2)
     held[0] = 4.0

@@ -1,4 +1,4 @@
-"""The properties of orders notice planted bugs: each of these changes to the source breaks one of them."""
+"""Tests that the checks of eviction policies in ``order_model`` detect planted bugs."""
 
 from __future__ import annotations
 

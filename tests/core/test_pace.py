@@ -1,4 +1,7 @@
-"""How much the copy engine launches when: the link has work, and the first layer does not wait for other launches."""
+"""Tests of how much the copy engine launches at a time, on a virtual clock.
+
+The link must always have work, and the first layer must not wait for launches of later layers.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,18 @@ GIB = 1 << 30
 
 
 def require_first_layer_when_its_bytes_can_be_there(module: ModuleType) -> None:
-    """One of sixteen groups, a little of the others before all pages were known, and one that the link had begun."""
+    """Assert that the first layer arrives little later than the link takes to copy its group, which is one of 16.
+
+    The margin allows for copies of other groups that were launched before all pages were known, and for a copy that
+    the link had already begun.
+    """
     found = restore(module, 16 * GIB, FAST)
     assert found.first < 1.12 * found.link / 16
     assert found.whole < 1.01 * found.link
 
 
 def require_few_launches_while_pages_are_taken(module: ModuleType) -> None:
-    """A launch takes as long as some pages: on a slow processor they decide when the first layer is there."""
+    """Assert that few launches precede the first layer. On a slow processor, their number decides when it arrives."""
     for page_size, most in ((64, 70), (16, 110)):
         found = restore(module, 16 * GIB, SLOW, page_size)
         assert found.early < most
@@ -38,7 +45,7 @@ def require_work_for_the_link_when_little_is_restored(module: ModuleType) -> Non
 
 
 def require_work_for_the_link_while_the_caller_computes(module: ModuleType) -> None:
-    """Encoded pages: they cross in half the time, so that the link has done sooner what was launched ahead."""
+    """Assert that the link is hardly idle while the caller computes, although encoded pages are transferred fast."""
     for processor in (FAST, SLOW):
         found = restore(module, 16 * GIB, processor, codec="int8", away=0.008)
         assert found.idle < 0.0015
@@ -54,13 +61,17 @@ PROMISES = (
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-def test_the_link_has_work_and_the_first_layer_comes_early(promise: Callable[[ModuleType], None]) -> None:
+def test_link_stays_busy_and_the_first_layer_arrives_early(promise: Callable[[ModuleType], None]) -> None:
     promise(cuda_copy_engine)
 
 
 BUGS = [
-    Bug("who submits launches more", "self._advance(transfer.dst, 1)", "self._advance(transfer.dst, 4)"),
-    Bug("who polls launches one", "self._advance(dst, self._pace.at_once)", "self._advance(dst, 1)"),
+    Bug(
+        "submit launches more than one group",
+        "self._advance(transfer.dst, 1)",
+        "self._advance(transfer.dst, 4)",
+    ),
+    Bug("poll launches only one group", "self._advance(dst, self._pace.at_once)", "self._advance(dst, 1)"),
     Bug("no launch waits for more of its group", "if self._better_later(lane):", "if False:"),
     Bug("the thread never helps", "return not lane.growing and lane.nbytes < behind // 4", "return False"),
     Bug(
@@ -80,7 +91,7 @@ PACES = [
 
 
 def require_noticed(module: ModuleType) -> None:
-    """A promise at least is broken."""
+    """Assert that the module breaks at least one promise."""
     broken = 0
     for promise in PROMISES:
         try:
@@ -98,5 +109,5 @@ def test_a_planted_bug_is_noticed(bug: Bug) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("bug", PACES, ids=[bug.name for bug in PACES])
-def test_a_pace_planted_too_slow_or_too_coarse_is_noticed(bug: Bug) -> None:
+def test_pace_that_is_too_slow_or_too_coarse_is_noticed(bug: Bug) -> None:
     require_noticed(planting.load(cuda_copy_engine, bug))

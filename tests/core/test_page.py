@@ -1,4 +1,4 @@
-"""Where the blobs of a page lie: aligned, in order, apart; sizes are payload, the padding comes on top."""
+"""Tests of the layout of a page: blobs are aligned, in order and disjoint. ``page_nbytes`` excludes padding."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def spec(**changes: Any) -> PageSpec:
     return PageSpec(**values | changes)
 
 
+@pytest.mark.parametrize("name", ["", " ", "\t\n"])
+def test_pages_of_a_model_without_a_name_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"PageSpec\.model must name the model and its revision"):
+        spec(model=name)
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=4))
 def test_blobs_are_aligned_in_order_and_do_not_touch(sizes: list[tuple[int, int]]) -> None:
     specs = [spec(num_layers=n, head_dim=d, group=i) for i, (n, d) in enumerate(sizes)]
@@ -38,12 +44,12 @@ def test_blobs_are_aligned_in_order_and_do_not_touch(sizes: list[tuple[int, int]
     assert 0 <= layout.slot_nbytes - layout.blob_nbytes < ALIGNMENT
 
 
-def test_one_group_is_known_by_its_own_fingerprint() -> None:
+def test_single_group_keeps_its_own_fingerprint() -> None:
     assert PageLayout.of(spec()).fingerprint == spec().fingerprint
     assert PageLayout.of([spec()]) == PageLayout.of(spec())
 
 
-def test_other_groups_or_another_order_is_another_fingerprint() -> None:
+def test_other_groups_or_another_order_change_the_fingerprint() -> None:
     a, b = spec(), spec(head_dim=8, group=1)
     prints = {PageLayout.of(groups).fingerprint for groups in ([a], [b], [a, b], [b, a])}
     assert len(prints) == 4

@@ -1,4 +1,4 @@
-"""Memory for pages: where it begins, what is in it, who has it."""
+"""Tests of the memory for pages: its alignment, its content, and whether forked processes inherit it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def flags_at(address: int) -> set[str]:
-    """What the kernel says of the mapping that holds this address."""
+    """Return the kernel's flags of the mapping that contains this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -28,7 +28,7 @@ def flags_at(address: int) -> set[str]:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 65535, 65536, HUGE_NBYTES, 3 * HUGE_NBYTES + 5])
-def test_it_is_zeroed_memory_of_its_own_of_just_that_length(nbytes: int) -> None:
+def test_buffer_is_zeroed_private_memory_of_exact_length(nbytes: int) -> None:
     first, second = buffer(nbytes), buffer(nbytes)
     assert (first.nbytes, first.ndim) == (nbytes, 1)
     assert first.dtype == np.uint8
@@ -39,7 +39,7 @@ def test_it_is_zeroed_memory_of_its_own_of_just_that_length(nbytes: int) -> None
     assert first.ctypes.data % mmap.PAGESIZE == 0
 
 
-def test_a_view_keeps_it() -> None:
+def test_view_keeps_the_buffer_alive() -> None:
     view = buffer(HUGE_NBYTES)[100:200]
     view[:] = 3
     assert int(view.sum()) == 300
@@ -57,15 +57,15 @@ def test_small_memory_takes_no_huge_page() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 256 << 10])
-def test_a_forked_child_has_no_such_memory(nbytes: int) -> None:
+def test_forked_child_does_not_inherit_the_buffer(nbytes: int) -> None:
     assert "dc" in flags_at(buffer(nbytes).ctypes.data)
 
 
-def test_none_is_a_page_nobody_uses() -> None:
+def test_a_buffer_of_0_bytes_is_empty() -> None:
     assert buffer(0).nbytes == 0
 
 
-def test_a_disk_reads_into_it(tmp_path: Path) -> None:
+def test_disk_can_read_into_a_buffer(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 512)
     fd = os.open(path, os.O_RDONLY)

@@ -1,17 +1,21 @@
-"""Page-locking the host arena: in chunks that no page straddles, from the first slot on; and refusals."""
+"""Tests of page-locking the host arena: in chunks of whole pages, from the first slot on, and after a refusal."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from threading import Event, Lock
+from time import sleep
 
 import numpy as np
 import pytest
 
+from tests.support.interrupts import interrupted_in
+from tierstore.host import pinned_memory
 from tierstore.host.arena import HostArena
 from tierstore.host.pinned_memory import Pinning
 from tierstore.page import PageLayout, PageSpec
+from tierstore.threads import Worker
 
 PATIENCE_S = 60.0
 STRIDE = 8192
@@ -19,7 +23,12 @@ SPEC = PageSpec(num_layers=1, page_size=3, num_kv_heads=1, head_dim=1000, dtype=
 
 
 class RecordingPinner:
-    """Remembers what is locked. ``refuse_after``: calls that succeed. ``gate``: what calls after the first wait for."""
+    """A pinner that records which ranges are locked.
+
+    Args:
+        refuse_after: Number of calls that succeed, or None for all.
+        gate: Event that all calls except the first wait for.
+    """
 
     def __init__(self, refuse_after: int | None = None, gate: Event | None = None) -> None:
         self.locked: dict[int, int] = {}
@@ -93,7 +102,7 @@ def test_the_first_slots_can_be_used_while_the_rest_is_locked() -> None:
     pinning.close()
 
 
-def test_after_a_refusal_what_is_locked_stays_so_and_one_warning_says_it(
+def test_after_a_refusal_locked_chunks_stay_locked_and_one_warning_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pinner = RecordingPinner(refuse_after=2)
@@ -122,7 +131,7 @@ def test_pinning_ends_with_the_reason_when_a_pinner_fails_unexpectedly() -> None
     pinning.close()
 
 
-def test_an_arena_says_how_much_was_to_be_locked_and_is_not() -> None:
+def test_arena_reports_how_much_memory_is_not_pinned() -> None:
     layout = PageLayout.of(SPEC)
     arena = HostArena(layout, 9, RecordingPinner(refuse_after=0))
     assert not arena.wait_pinned(9, PATIENCE_S)
@@ -193,3 +202,24 @@ def test_addresses_are_those_of_the_slots() -> None:
     arena = HostArena(PageLayout.of(SPEC), 5)
     slots = np.array([4, 0, 2])
     assert arena.addresses(slots).tolist() == [arena.view(int(s)).ctypes.data for s in slots]
+
+
+def test_interrupted_wait_does_not_unpin_memory_while_a_thread_is_pinning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Event()
+    pinner = RecordingPinner(gate=gate)
+    pinning = Pinning(memory(2), STRIDE, 2, pinner, chunk_nbytes=STRIDE)
+    # until one thread has pinned its chunk and the other waits for the gate
+    while pinner.calls < 2 or not pinner.locked:
+        sleep(0.001)
+    locked = dict(pinner.locked)
+    with interrupted_in(Worker.join):
+        pinning.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned_memory, "_JOIN_S", 0.0)
+        pinning.close()
+    assert pinner.locked == locked
+    gate.set()
+    pinning.close()
+    assert pinner.locked == {}

@@ -1,4 +1,4 @@
-"""Victim order: what each order makes of entering, use and hints, and a queue that finds the lowest rank."""
+"""Tests of the eviction order that each policy derives from puts, use and hints, and of the queue of victims."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_unwanted_pages_leave_first_and_retained_ones_last(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_use_takes_back_that_nobody_wants_a_page_and_keeps_a_retention(name: str) -> None:
+def test_use_makes_an_unwanted_page_ordinary_and_keeps_a_retention(name: str) -> None:
     tier = Tier(name)
     tier.put("abcd")
     tier.unwant("a")
@@ -46,7 +46,7 @@ def test_use_takes_back_that_nobody_wants_a_page_and_keeps_a_retention(name: str
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(name: str) -> None:
+def test_end_of_a_retention_makes_only_its_page_normal(name: str) -> None:
     tier = Tier(name)
     tier.put("abcd")
     tier.retain("a")
@@ -61,12 +61,12 @@ def test_the_end_of_a_retention_makes_a_page_normal_and_leaves_others_alone(name
 
 @pytest.mark.parametrize("name", ORDERS)
 @given(steps=st.lists(st.tuples(st.sampled_from("prRhuxecb"), st.sampled_from(pages())), max_size=80))
-def test_every_order_is_an_order(name: str, steps: list[tuple[str, str]]) -> None:
+def test_every_policy_orders_pages_consistently(name: str, steps: list[tuple[str, str]]) -> None:
     run(Tier(name), steps)
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_of_pages_alike_the_last_of_a_sequence_leaves_first(name: str) -> None:
+def test_among_equal_pages_the_last_of_a_sequence_is_evicted_first(name: str) -> None:
     tier = Tier(name, pages=400)
     tier.put("abcd")
     tier.touch("abcd")
@@ -91,7 +91,7 @@ def test_priority_outlives_its_hint_and_equal_ones_are_lru() -> None:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_of_retained_pages_those_of_lower_priority_leave_first(name: str) -> None:
+def test_among_retained_pages_lower_priorities_are_evicted_first(name: str) -> None:
     tier = Tier(name)
     tier.put("abcd")
     for page, priority in (("a", 3), ("b", -1), ("c", 7), ("d", 0)):
@@ -104,7 +104,7 @@ def test_of_retained_pages_those_of_lower_priority_leave_first(name: str) -> Non
     assert tier.order()[-1] == "c"
 
 
-def test_gdsf_keeps_a_deep_page_longer_and_forgets_old_fame() -> None:
+def test_gdsf_keeps_deep_pages_longer_and_ages_old_uses() -> None:
     tier = Tier("gdsf", doubling_depth=1.0)
     tier.put("ab", parents={"b": "a"})
     assert tier.order() == "ab"
@@ -130,13 +130,13 @@ def test_an_unknown_order_is_refused() -> None:
         make_policy("session")
 
 
-def test_lru_and_fifo_need_nothing() -> None:
+def test_lru_and_fifo_need_no_history() -> None:
     assert type(make_policy("lru")) is Lru
     assert type(make_policy("fifo")) is Fifo
 
 
 @given(st.lists(st.tuples(st.sampled_from(("offer", "withdraw")), st.integers(0, 200)), max_size=400))
-def test_a_queue_does_what_a_sorted_dict_does(steps: list[tuple[str, int]]) -> None:
+def test_queue_equals_a_sorted_dict(steps: list[tuple[str, int]]) -> None:
     queue, model = VictimQueue(), dict[int, PageKey]()
     for verb, rank in steps:
         key = PageKey(rank.to_bytes(2, "big"))
@@ -154,7 +154,7 @@ def test_a_queue_does_what_a_sorted_dict_does(steps: list[tuple[str, int]]) -> N
         assert queue.first_where(lambda k: bool(k[-1] % 2)) == (odd[0] if odd else None)
 
 
-def test_withdrawn_ranks_do_not_pile_up() -> None:
+def test_withdrawn_ranks_do_not_accumulate() -> None:
     queue = VictimQueue()
     for rank in range(10_000):
         queue.offer(rank, KEYS[0])

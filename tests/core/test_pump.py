@@ -1,7 +1,7 @@
-"""Waiting between threads: a wake-up before the wait is not lost, and the lock excludes and takes turns.
+"""Tests of waiting and locking between threads: no wake-up is lost, and the lock is exclusive and fair.
 
-Signal handlers run where CPython lets them: as a Python function starts, and after a call of C. A profiling function
-is called at the same places, so it stands for a handler at each of them in turn.
+CPython runs signal handlers when a Python function starts, and after a call to a C function. It calls a profiling
+function at the same points. The tests therefore run a handler from a profiling function, at each point in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.pump import FairLock, Guard, Wakeup
 PATIENCE_S = 60.0
 
 
-def test_what_happened_between_the_look_and_the_wait_is_not_lost() -> None:
+def test_an_event_between_the_check_and_the_wait_is_not_lost() -> None:
     wakeup = Wakeup()
     seen = wakeup.count
     wakeup.bump()
@@ -64,7 +64,7 @@ def test_a_wait_without_a_deadline_ends_after_at_most_the_time_given() -> None:
 
 
 def in_a_thread(do: Callable[[], None]) -> None:
-    """Do it in a thread of its own, whose errors are this one's; hangs are an error."""
+    """Call ``do`` in a new thread, and re-raise its exception in the calling thread. Fail if it does not return."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -82,13 +82,14 @@ def in_a_thread(do: Callable[[], None]) -> None:
 
 
 class Interrupted(BaseException):
-    """What a handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def interruptions(call: Callable[[], None], handler: Callable[[], None]) -> Iterator[int]:
-    """Call it in a thread with a handler that runs at the first place where one can, at the second, and so on.
+    """Call ``call`` again and again, each time in a new thread, and run ``handler`` at one point of each call.
 
-    Yields after each call. Ends once the handler has had no place.
+    In the first call, the handler runs at the first point where a signal handler can run, in the second call at the
+    second point, and so on. Yields after each call. Ends when a call has no further point.
     """
 
     def run(at: int, met: list[bool]) -> None:
@@ -157,7 +158,7 @@ def test_a_thread_that_waits_for_the_lock_has_it_before_one_that_takes_it_again(
 
 
 def in_line(lock: FairLock) -> bool:
-    """Whether this thread could be the next in line."""
+    """Return whether no thread is next in line for the lock."""
     taken = lock._turn.acquire(blocking=False)
     if taken:
         lock._turn.release()
@@ -174,7 +175,7 @@ def test_the_longest_hold_stays_and_sleep_is_no_cpu_time() -> None:
     assert 0 <= guard.longest_cpu_s < guard.longest_s
 
 
-def test_an_error_inside_gives_the_lock_back_and_leaves_it_whole() -> None:
+def test_error_inside_releases_the_lock_and_keeps_it_usable() -> None:
     lock, guard = FairLock(), Guard()
     with pytest.raises(ValueError, match="inside"), lock, guard:
         raise ValueError("inside")
@@ -182,7 +183,7 @@ def test_an_error_inside_gives_the_lock_back_and_leaves_it_whole() -> None:
         pass
 
 
-def test_nothing_of_python_runs_between_a_hold_and_the_release_of_its_lock() -> None:
+def test_no_python_code_runs_between_a_hold_and_the_release_of_its_lock() -> None:
     assert isinstance(FairLock().__exit__, BuiltinMethodType)
 
 
@@ -201,7 +202,7 @@ def test_every_hold_of_the_store_has_its_guard(module: ModuleType) -> None:
 
 
 class Change:
-    """Two figures that change together, each in a hold."""
+    """Two numbers that change together while the lock is held."""
 
     def __init__(self) -> None:
         self.begin_again()
@@ -216,7 +217,7 @@ class Change:
             self.second = _next(self.second)
 
     def require_whole_or_ended(self) -> None:
-        """Another thread gets the lock at once; it sees both figures changed or neither, or that all has ended."""
+        """Assert that the lock is free, and that its next holder sees equal numbers or gets StoreClosed."""
         assert self.lock._lock.acquire(blocking=False), "left locked"
         self.lock._lock.release()
         try:
@@ -230,7 +231,7 @@ def _next(figure: int) -> int:
     return figure + 1
 
 
-def test_wherever_a_handler_raises_the_lock_is_free_and_no_half_of_a_change_is_seen() -> None:
+def test_raising_signal_handler_leaves_the_lock_free_and_no_change_half_visible() -> None:
     change = Change()
 
     def interrupt() -> None:
@@ -244,7 +245,7 @@ def test_wherever_a_handler_raises_the_lock_is_free_and_no_half_of_a_change_is_s
     assert {True, False} == set(ended)
 
 
-def test_wherever_a_handler_takes_the_lock_it_does_not_wait_for_itself_and_sees_no_half_of_a_change() -> None:
+def test_signal_handler_taking_the_lock_does_not_deadlock_or_see_partial_changes() -> None:
     change = Change()
     seen = []
 
@@ -261,7 +262,7 @@ def test_wherever_a_handler_takes_the_lock_it_does_not_wait_for_itself_and_sees_
     assert len(seen) < met, "it was refused in the middle of the change"
 
 
-def test_a_handler_takes_the_lock_though_the_thread_that_it_interrupts_is_next_in_line() -> None:
+def test_signal_handler_takes_the_lock_though_its_thread_is_next_in_line() -> None:
     assert get_ident() == main_thread().ident
     lock, started, held = FairLock(), Event(), Event()
     order: list[str] = []
@@ -293,7 +294,7 @@ def test_a_handler_takes_the_lock_though_the_thread_that_it_interrupts_is_next_i
 
 
 class TimeIsUp(Exception):
-    """An Exception of somebody's that a handler raises."""
+    """An exception of the application, which a signal handler raises."""
 
 
 def raising(*_: object) -> None:
@@ -327,7 +328,7 @@ def test_an_exception_that_a_handler_raises_ends_the_store_and_the_same_from_els
     assert not other.broken
 
 
-def test_wherever_a_handler_wakes_others_nobody_hangs_and_nothing_is_lost() -> None:
+def test_a_signal_handler_that_wakes_threads_hangs_none_and_loses_no_event() -> None:
     wakeup = Wakeup()
     for _ in interruptions(wakeup.bump, wakeup.bump):
         assert not wakeup._waiting

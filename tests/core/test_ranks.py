@@ -1,4 +1,4 @@
-"""One answer out of those of all ranks, and one catalogue out of theirs."""
+"""Tests that the acks of all ranks are combined into one, and so are the ranks' lists of records."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def test_a_page_is_there_only_when_every_rank_has_it() -> None:
     assert not ranks.waiting
 
 
-def test_what_fails_on_one_rank_has_failed() -> None:
+def test_a_page_that_fails_on_one_rank_has_failed() -> None:
     ranks = ranks_with(transfer())
     ranks.deliver(1, [Ack(7, False, 2, 20, failures=((1, Failure.INTEGRITY),))])
     ranks.deliver(0, [Ack(7, False, 2, 20, failures=((1, Failure.UNAVAILABLE),))])
     (ack,) = ranks.poll()
     assert not ack.ok
-    # The broken record counts more than the disk that was not asked.
+    # INTEGRITY takes precedence over UNAVAILABLE, which means that the disk was not asked.
     assert ack.failures == ((1, Failure.INTEGRITY),)
     assert ack.num_ready == 2
     assert ranks.take() == []
 
 
-def test_a_transfer_that_fails_without_a_word_fails_whole() -> None:
+def test_transfer_that_fails_without_page_results_fails_every_page() -> None:
     ranks = ranks_with(transfer())
     ranks.deliver(0, [Ack(7, False, 0, 0)])
     ranks.deliver(1, [arrived()])
@@ -61,7 +61,7 @@ def test_a_transfer_that_fails_without_a_word_fails_whole() -> None:
     assert [i for i, _ in ack.failures] == [0, 1, 2]
 
 
-def test_what_only_some_ranks_could_store_is_erased_everywhere() -> None:
+def test_records_that_only_some_ranks_could_store_are_erased_on_all() -> None:
     ranks = ranks_with(transfer(Tier.HOST, Tier.NVME))
     ranks.deliver(0, [arrived()])
     ranks.deliver(1, [Ack(7, False, 2, 20, failures=((2, Failure.NO_SPACE),))])
@@ -75,7 +75,7 @@ def test_a_page_no_rank_could_store_needs_no_erase() -> None:
     assert ranks.take() == []
 
 
-def test_the_largest_record_counts() -> None:
+def test_largest_record_of_all_ranks_counts() -> None:
     ranks = ranks_with(transfer(Tier.HOST, Tier.NVME))
     ranks.deliver(0, [Ack(7, True, 3, 60, sizes=(10, 20, 30))])
     ranks.deliver(1, [Ack(7, True, 3, 66, sizes=(30, 20, 16))])
@@ -84,7 +84,7 @@ def test_the_largest_record_counts() -> None:
     assert ack.nbytes == 80
 
 
-def test_pages_that_one_rank_has_late_are_late_and_settle_with_its_second_answer() -> None:
+def test_pages_late_on_one_rank_settle_with_its_second_ack() -> None:
     ranks = ranks_with(transfer())
     ranks.deliver(1, [Ack(7, True, 1, 10, late=(0, 2))])
     assert ranks.poll() == []
@@ -98,7 +98,7 @@ def test_pages_that_one_rank_has_late_are_late_and_settle_with_its_second_answer
     assert not ranks.waiting
 
 
-def test_late_answers_of_two_ranks_come_as_one() -> None:
+def test_late_answers_of_two_ranks_are_combined() -> None:
     ranks = ranks_with(transfer())
     ranks.deliver(0, [Ack(7, True, 2, 20, late=(0,))])
     ranks.deliver(1, [Ack(7, True, 2, 20, late=(2,))])
@@ -142,7 +142,7 @@ def test_each_page_is_answered_for_exactly_once_in_any_order(data: st.DataObject
     assert not ranks.waiting
 
 
-def test_the_catalogue_of_all_ranks_holds_what_each_of_them_has() -> None:
+def test_merged_catalogue_holds_the_records_of_every_rank() -> None:
     a, b, c = KEYS
     disk, halves = merged_disk(
         [
@@ -155,7 +155,7 @@ def test_the_catalogue_of_all_ranks_holds_what_each_of_them_has() -> None:
     assert halves == (c,)
 
 
-def test_the_catalogue_of_one_rank_is_its_own() -> None:
+def test_catalogue_of_a_single_rank_is_unchanged() -> None:
     found = [(KEYS[0], None, 10), (KEYS[1], KEYS[0], 20)]
     disk, halves = merged_disk([Disk(100, 1000, found)])
     assert (list(disk.records()), halves) == (found, ())

@@ -1,4 +1,7 @@
-"""Which pages are still what was put: a machine that knows what every slot holds, and bugs it must notice."""
+"""Tests which pages count as exact, with a state machine that knows the content of every slot.
+
+Also tests that this state machine detects planted bugs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tierstore.policy import make_policy
 from tierstore.types import PageKey, Tier
 
 KEYS = [PageKey(bytes([number]) * 36) for number in range(2)]
-"""Each page's parent is the one before it."""
+"""Keys of one sequence: the parent of each page is the page before it."""
 
 TIERS = [Tier.HBM, Tier.HOST, Tier.NVME]
 keys = st.integers(0, len(KEYS) - 1)
@@ -26,7 +29,11 @@ which = st.integers(0, 26)
 
 
 class ExactnessMachine(RuleBasedStateMachine):
-    """``truth``: of every slot that a copy has, whether its bytes are exactly what was put, over exact pages before."""
+    """Calls the methods of residency in random order. ``room`` is the module under test.
+
+    ``truth`` is True for a slot whose copy has exactly the bytes that were put, if all pages before the page were exact
+    when it was put.
+    """
 
     room: ModuleType = tierstore.directory.residency
 
@@ -65,10 +72,10 @@ class ExactnessMachine(RuleBasedStateMachine):
             slot = self.residency.take(Tier.HBM)
         except CapacityError:
             return
-        # What was taken may have been the parent's, or a copy's of the page itself.
+        # Taking the slot may have evicted the parent, or a copy of the page itself.
         exact = parent is None or self.residency.exactness.exact(parent)
         above = [tier for tier in TIERS if self.lossy is None or tier < self.lossy]
-        # What is on its way into HBM makes way for what is put there.
+        # A put replaces a copy that is in flight to HBM.
         stale = any(
             self.residency.tables[tier].ready(key)
             if tier is Tier.HBM
@@ -92,7 +99,14 @@ class ExactnessMachine(RuleBasedStateMachine):
 
     @rule(number=keys, dst=st.sampled_from([Tier.HBM, Tier.HOST]), arrives=st.booleans(), again=st.booleans())
     def down_and_up_again(self, number: int, dst: Tier, arrives: bool, again: bool) -> None:
-        """Only the disk has the page, and it is on its way from there, if nothing else moves it. Then perhaps put."""
+        """Move a page to the disk and start to load it from there, unless it is in flight already.
+
+        Args:
+            number: The index of the page in ``KEYS``.
+            dst: The destination of the load.
+            arrives: Whether the load is also finished.
+            again: Whether the page is then put again.
+        """
         key = KEYS[number]
         fastest = self.residency.where(key)
         if fastest is not None and self.may_move(key, fastest, Tier.NVME):
@@ -114,7 +128,7 @@ class ExactnessMachine(RuleBasedStateMachine):
         self.moving.append((key, src, src_slot, dst, slot))
 
     def may_move(self, key: PageKey, src: Tier, dst: Tier) -> bool:
-        """Pages go down from anywhere, and up from where they are fastest."""
+        """Return whether the copy may start. Pages are copied up only from the fastest tier that has them."""
         tables = self.residency.tables
         if src == dst or not tables[src].ready(key) or key in tables[dst].copies or not tables[dst].free:
             return False
@@ -146,7 +160,9 @@ class ExactnessMachine(RuleBasedStateMachine):
 
 BUGS = [
     Bug(
-        "what comes up from a lossy tier is exact", "if first is not None and dst < first <= src", "if False"
+        "pages promoted from a lossy tier are exact",
+        "if first is not None and dst < first <= src",
+        "if False",
     ),
     Bug("a put makes a page exact whatever holds it", "if not self.stays_tainted(key)", "if True"),
     Bug(
@@ -155,7 +171,7 @@ BUGS = [
         "copies[key].ready",
     ),
     Bug(
-        "what is on its way into HBM taints what takes its place",
+        "copies in flight into HBM taint their replacements",
         "(tier != Tier.HBM or copies[key].ready)",
         "True",
     ),
@@ -179,7 +195,7 @@ BUGS = [
 ]
 
 
-def test_what_counts_as_exact_is_what_was_put() -> None:
+def test_pages_marked_exact_are_those_put_unchanged() -> None:
     run_state_machine_as_test(
         ExactnessMachine, settings=settings(max_examples=lanes.examples(50, 500), stateful_step_count=40)
     )

@@ -1,4 +1,4 @@
-"""The state machine notices planted bugs: each of these changes to the source makes it fail."""
+"""Tests that the state machine of residency detects planted bugs: each change to the source makes it fail."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ BUGS = [
         "            if copy is None:\n                self._let_go(dst",
     ),
     Bug(
-        "what follows a page that left counts as reachable",
+        "descendants of an evicted page count as reachable",
         "            self.orphans.gone(key)",
         "            self.orphans.keys.discard(key)",
     ),
@@ -211,12 +211,12 @@ BUGS = [
         "            pass\n",
     ),
     Bug(
-        "what follows a page that came back counts as unreachable",
+        "descendants of a returned page count as unreachable",
         "        if first and followed:\n            self.orphans.recheck_children(key)\n\n    def _precedes",
         "\n    def _precedes",
     ),
     Bug(
-        "what follows a page on its way counts as unreachable",
+        "descendants of a page in flight count as unreachable",
         "                self.orphans.recheck_children(key)\n                parent = key",
         "                parent = key",
     ),
@@ -369,7 +369,7 @@ BUGS = [
         "                pass\n",
     ),
     Bug(
-        "what was refused is not permitted when all is to be written",
+        "refused pages are not permitted when all pages are to be written",
         "self._lifting.update(dict.fromkeys(self.refused))",
         "pass",
     ),
@@ -382,7 +382,7 @@ BUGS = [
 
 
 def with_bug(bug: Bug) -> Code:
-    """The code with the bug in it; the loaded modules stay as they are."""
+    """Return classes from a copy of the module that contains the bug. The loaded modules do not change."""
     code = planting.load(residency, bug, "tierstore")
     return Code(code.Residency, code.TierTable)
 
@@ -393,13 +393,13 @@ def machine(code: Code) -> type[ResidencyMachine]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_machine_notices(bug: Bug) -> None:
-    code = with_bug(bug)  # not below: an outdated ``old`` must fail the test
+    code = with_bug(bug)  # before the ``with``, so that an outdated ``old`` fails the test
     with pytest.raises((AssertionError, LookupError, ValueError, TierStoreError, pytest.fail.Exception)):
         run_state_machine_as_test(machine(code), settings=SEARCH)
 
 
 def test_the_loaded_copy_without_a_bug_passes() -> None:
-    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    """Show that failures come from the planted bugs, and not from loading a copy of the module."""
     line = "class Residency:"
     same = Bug("none", line, line)
     run_state_machine_as_test(machine(with_bug(same)), settings=settings(SEARCH, max_examples=30))

@@ -1,4 +1,7 @@
-"""Runs of pages of which one is not as usual: what the state machine meets too seldom to be held to it."""
+"""Tests of runs of pages in which one page is in an unusual state.
+
+The state machine generates these cases too rarely to cover them reliably.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SIX = [PageKey(bytes([number]) * 36) for number in range(6)]
 def residency_of(
     room: ModuleType = module, keys: Sequence[PageKey] = KEYS, host: Fifo | None = None
 ) -> Residency:
-    """All pages are readable in HOST."""
+    """Return a ``Residency`` in which all of ``keys`` are readable in HOST."""
     tables = {
         Tier.HBM: TierTable(make_policy("lru"), num_slots=6),
         Tier.HOST: TierTable(host or make_policy("lru"), num_slots=6),
@@ -35,13 +38,16 @@ def residency_of(
 
 
 def write_to_host(residency: Residency, key: PageKey) -> None:
-    """As an engine does that writes straight into the tier."""
+    """Write a page directly into HOST, as some engines do."""
     [(slot, _)] = residency.reserve((key,), Tier.HOST)
     residency.commit((key,), Tier.HOST, (slot,))
 
 
 def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
-    """A page was dropped from HOST on its way up and written there again: the newer copy is not the load's source."""
+    """Assert that a load unpins its own source, even if the page was evicted from HOST and written again meanwhile.
+
+    The newer copy is not the source of the load, and keeps its pin.
+    """
     residency = residency_of(room)
     host = residency.tables[Tier.HOST]
     places = residency.reserve(KEYS, Tier.HBM, src=Tier.HOST, pins=1)
@@ -56,12 +62,12 @@ def require_each_source_to_be_let_go_where_it_was(room: ModuleType) -> None:
     check_residency(residency)
 
 
-def test_each_source_is_let_go_where_it_was() -> None:
+def test_each_source_is_unpinned_in_its_own_tier() -> None:
     require_each_source_to_be_let_go_where_it_was(module)
 
 
 @pytest.mark.deep
-def test_the_newer_copy_taken_for_the_source_is_noticed() -> None:
+def test_confusing_a_newer_copy_with_the_source_is_noticed() -> None:
     planted = load(
         module, Bug("another source", "below is None or below.slot != src_slots[i]:", "below is None:")
     )
@@ -74,7 +80,7 @@ def test_a_page_released_once_too_often_is_a_lease_error() -> None:
     slots = residency.pin(KEYS, Tier.HOST)
     residency.release(KEYS, Tier.HOST, slots)
     check_residency(residency)
-    with pytest.raises(LeaseError, match="below zero"):
+    with pytest.raises(LeaseError, match="unpinned more often"):
         residency.release(KEYS[:1], Tier.HOST, slots[:1])
 
 
@@ -91,8 +97,8 @@ def test_a_run_and_its_pages_one_by_one_are_left_in_the_same_order() -> None:
     check_residency(as_run)
 
 
-def test_a_page_that_may_be_stored_takes_its_parent_along_however_it_came() -> None:
-    # its first copy was begun with a parent, and the bytes came by a put that named none
+def test_storable_page_lifts_its_refused_parent() -> None:
+    # The child's first copy was reserved with a parent. Then the page was put without naming a parent.
     tables = {
         Tier.HBM: TierTable(make_policy("lru"), num_slots=4),
         Tier.NVME: TierTable(make_policy("lru"), budget_nbytes=100),

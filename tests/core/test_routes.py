@@ -1,4 +1,4 @@
-"""Which way a batch takes: what was measured decides, for each batch anew."""
+"""Tests of the choice of a copy route, which is made for each batch from measured rates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ STREAM = cast("torch.cuda.Stream", "the lane's")
 
 
 def link(way: Way, direction: Direction, nbytes: int, pieces: int) -> float:
-    """DMA: a microsecond a piece, or 50 bytes in a nanosecond. The kernel: 30 us, then 45 bytes; down a tenth less."""
+    """Return how many seconds a copy takes on a simulated link.
+
+    DMA takes 20 us plus, for each piece, the longer of 1 us and 1 ns per 50 bytes. The kernel takes 30 us plus 1 ns
+    per 45 bytes up, or per 40 bytes down.
+    """
     if way == "dma":
         return 20e-6 + pieces * max(1e-6, nbytes / 50e9)
     return 30e-6 + pieces * nbytes / (45e9 if direction == "up" else 40e9)
@@ -47,7 +51,7 @@ RATES = measured(["dma", "kernel"], link)
 @given(
     nbytes=st.sampled_from([4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20]), pieces=st.integers(1, 4096)
 )
-def test_sizes_that_were_measured_and_larger_ones_are_told_right(
+def test_seconds_are_right_for_measured_and_larger_sizes(
     way: Way, direction: Direction, nbytes: int, pieces: int
 ) -> None:
     want = link(way, direction, nbytes, pieces)
@@ -95,7 +99,7 @@ def slots(number: int) -> NDArray[np.int64]:
     return np.arange(number, dtype=np.int64)
 
 
-def test_each_batch_takes_the_way_that_ends_first() -> None:
+def test_each_batch_takes_the_fastest_route() -> None:
     dma, kernel = Noted("straight"), Noted("kernel")
     options = [Option(dma, "dma", 1, 4096), Option(kernel, "kernel", 1, 4096)]
     choice = FastestRoute(options, RATES)
@@ -124,7 +128,7 @@ def test_a_kernel_must_be_faster_by_a_tenth(piece_nbytes: int, taken: str) -> No
     assert [name for name, route in routes.items() if route.calls] == [taken]
 
 
-def test_many_pieces_of_a_page_and_what_comes_on_top_count() -> None:
+def test_route_choice_counts_pieces_and_extra_time() -> None:
     pieces, slab = Noted("straight"), Noted("slab")
     options = [Option(pieces, "dma", 64, 32 << 10), Option(slab, "dma", 1, 2 << 20, extra_s=50e-6)]
     choice = FastestRoute(options, RATES)
@@ -136,7 +140,7 @@ def test_many_pieces_of_a_page_and_what_comes_on_top_count() -> None:
 @pytest.mark.parametrize(
     ("piece_nbytes", "pieces", "taken"), [(32 << 10, 64, "slab"), (512 << 10, 4, "straight")]
 )
-def test_loads_by_layers_go_by_the_way_that_takes_least(piece_nbytes: int, pieces: int, taken: str) -> None:
+def test_layer_loads_take_the_fastest_route(piece_nbytes: int, pieces: int, taken: str) -> None:
     straight, slab, kernel = Noted("straight"), Noted("slab"), Noted("kernel")
     straight.layers = slab.layers = LAYERS
     straight.group_pieces, slab.group_pieces = pieces // 4, 1
@@ -152,7 +156,7 @@ def test_loads_by_layers_go_by_the_way_that_takes_least(piece_nbytes: int, piece
 
 
 class Side:
-    """A stream that notes what it waits for."""
+    """A fake stream that records which events it waits for."""
 
     def __init__(self) -> None:
         self.waits: list[object] = []
@@ -169,7 +173,7 @@ class Joint:
         self.on.append(stream)
 
 
-def test_the_driver_is_not_asked_for_many_pieces_where_there_is_another_way() -> None:
+def test_many_pieces_avoid_the_driver_if_another_route_exists() -> None:
     pieces, slab = Noted("straight"), Noted("slab")
     pieces.pieces = 64
     options = [Option(pieces, "dma", 64, 256 << 10), Option(slab, "dma", 1, 16 << 20, extra_s=50e-6)]
@@ -182,7 +186,7 @@ def test_the_driver_is_not_asked_for_many_pieces_where_there_is_another_way() ->
     assert pieces.calls[1:] == ["save 3"]
 
 
-def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_end_on_one_stream_whichever_route_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Joint)
     side = Side()
     straight, slab = Noted("straight"), Noted("slab")
@@ -204,7 +208,7 @@ def test_loads_end_on_one_stream_whichever_way_they_take(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_pages_of_one_layer_group_go_whole_by_whatever_way_asks_for_fewest_pieces(number: int) -> None:
+def test_single_layer_group_pages_take_the_route_with_fewest_pieces(number: int) -> None:
     layout = PageLayout.of(SPEC)
     by_layers = LayerGroups.of(layout, number, 1)
     layers = [[torch.zeros(2, *SPEC.shape[1:], dtype=torch.uint8) for _ in range(SPEC.num_layers)]]

@@ -1,4 +1,4 @@
-"""Where the pieces of a page lie: what the addresses point at is the page, for every layout an engine may have."""
+"""Tests that the pieces of a slot make up its page, for every layout that an engine may have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = PageLayout.of(
 
 
 def gathered(segments: Segments, slot: int, nbytes: int) -> bytes:
-    """The page of a slot, read by address alone."""
+    """Return the page of a slot, read from the addresses of its pieces."""
     page = ctypes.create_string_buffer(nbytes)
     (addresses,) = segments.addresses(np.array([slot]))
     for address, offset, length in zip(addresses, segments.offset, segments.nbytes, strict=True):
@@ -52,7 +52,7 @@ def test_the_pieces_of_an_engines_slot_make_up_its_page(make: type[Engine]) -> N
         assert gathered(segments, slot, SPEC.page_nbytes) == want
 
 
-def test_pieces_that_are_neighbours_are_one() -> None:
+def test_adjacent_pieces_are_merged() -> None:
     numbers = {}
     for make in ENGINES:
         pool = EnginePool(LAYOUT, [make().pages])
@@ -79,7 +79,7 @@ def test_more_pieces_than_the_limit_are_not_listed() -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, GROUPS])
-def test_a_slot_of_our_own_is_one_piece(layout: PageLayout) -> None:
+def test_store_owned_slot_is_one_piece(layout: PageLayout) -> None:
     pool = CpuPool(layout, 3)
     pages = [np.random.default_rng(slot).integers(0, 256, layout.blob_nbytes, np.uint8) for slot in range(3)]
     for slot, page in enumerate(pages):
@@ -90,7 +90,7 @@ def test_a_slot_of_our_own_is_one_piece(layout: PageLayout) -> None:
         assert gathered(segments, slot, layout.blob_nbytes) == page.tobytes()
 
 
-def test_groups_lie_one_after_the_other_in_the_blob() -> None:
+def test_groups_are_consecutive_in_the_blob() -> None:
     tensors = [
         [torch.zeros(2, *spec.shape[1:], dtype=getattr(torch, spec.dtype)) for _ in range(spec.num_layers)]
         for spec in GROUPS.specs
@@ -120,7 +120,7 @@ def test_equal_pieces_are_the_same_bytes(make: type[Engine]) -> None:
         assert gathered(equal, slot, SPEC.page_nbytes) == want
 
 
-def test_pieces_of_several_lengths_are_cut_to_what_divides_all() -> None:
+def test_pieces_of_several_lengths_are_cut_to_a_common_divisor() -> None:
     segments = Segments(*(np.array(x) for x in ([1000, 9000], [64, 640], [0, 384], [384, 256])))
     equal = in_equal_pieces(segments)
     assert equal is not None

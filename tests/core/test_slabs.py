@@ -1,4 +1,4 @@
-"""Slabs between the link and an engine's layers, with streams that run in whatever order their events allow."""
+"""Tests of slabs between the link and an engine's layers. Streams run in any order that their events allow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Numbers = NDArray[np.int64]
 
 
 class Mover:
-    """Moves pieces by address, when its stream gets there."""
+    """A fake of the copy kernel, which moves pieces between addresses when its stream runs."""
 
     def __init__(self, found: Segments | None) -> None:
         assert found is not None
@@ -77,7 +77,7 @@ class Card:
 
 
 class Machine:
-    """An engine's layers, slots apart from planes, and host memory; everything in ordinary memory."""
+    """Stands in for host memory and for an engine whose layers store planes before slots. Both are ordinary memory."""
 
     def __init__(self, module: ModuleType, seed: int) -> None:
         self.chance = np.random.default_rng(seed)
@@ -109,11 +109,11 @@ class Machine:
         self.route = module.SlabRoute("slab", *ends, self.layers, groups)
 
     def engine(self) -> list[NDArray[np.uint8]]:
-        """A copy of the engine's pages by slot, of each KV group ``[slots, bytes]``."""
+        """Return a copy of the engine's pages, as one array ``[slots, bytes]`` per KV group."""
         return [x.permute(2, 0, 1, 3, 4, 5).reshape(SLOTS, -1).numpy().copy() for x in self.whole]
 
     def below(self) -> list[NDArray[np.uint8]]:
-        """The same of host memory, without what lies between the groups."""
+        """Return a copy of the pages in host memory, in the form that ``engine`` returns: one array per KV group."""
         places = zip(LAYOUT.offsets, LAYOUT.specs, strict=True)
         return [self.host[:, at : at + spec.page_nbytes].copy() for at, spec in places]
 
@@ -121,7 +121,7 @@ class Machine:
         return self.host.ctypes.data + places * LAYOUT.slot_nbytes
 
     def run(self) -> None:
-        """Until nothing is left: a piece of any stream that need not wait, one after the other."""
+        """Run all queued work piece by piece. Each piece comes from a random stream that does not have to wait."""
         while waiting := [stream for stream in self.streams if stream.work]:
             self.chance.shuffle(waiting)
             ran = next((stream for stream in waiting if stream.work[0]()), None)
@@ -130,7 +130,7 @@ class Machine:
 
 
 def require_right(module: ModuleType, seed: int) -> None:
-    """Loads, whole or by layers, and saves of many sizes at once."""
+    """Run loads, whole or by layer group, and saves of many sizes, and assert that all pages are correct."""
     machine = Machine(module, seed)
     slots, host = machine.chance.permutation(SLOTS), machine.chance.permutation(SLOTS)
     engine, below = machine.engine(), machine.below()
@@ -164,7 +164,7 @@ def require_all_right(module: ModuleType) -> None:
 
 
 def require_two_in_turn(module: ModuleType) -> None:
-    """Nothing is spread: two slabs cross the link, and the third turn waits for the first."""
+    """Assert that two slabs are filled over the link before any is emptied, and that the next pages wait for one."""
     machine = Machine(module, 0)
     machine.route.load(np.arange(12), machine.at(np.arange(12)), machine.up)
     below = machine.below()
@@ -177,7 +177,7 @@ def require_two_in_turn(module: ModuleType) -> None:
     np.testing.assert_array_equal(machine.engine()[0][:12], below[0][:12])
 
 
-def test_a_group_by_layers_is_there_when_the_stream_on_which_loads_end_gets_there() -> None:
+def test_layer_group_is_ready_when_the_load_stream_reaches_it() -> None:
     machine = Machine(copy_routes, 1)
     before, below = machine.engine(), machine.below()
     slots = np.arange(5)
@@ -213,7 +213,7 @@ BUGS = [
 ]
 
 
-def test_pages_are_right_in_whatever_order_streams_run() -> None:
+def test_pages_are_correct_in_any_stream_order() -> None:
     require_all_right(copy_routes)
 
 

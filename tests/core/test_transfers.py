@@ -1,4 +1,4 @@
-"""Batches, order, rates and stalls of transfers; an erase leaves before the write that uses its room."""
+"""Tests of transfers: batches, order, rates, stalls, and erases, which must precede writes that reuse their space."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_batch_carries_its_moves_in_order(traffic: Transfers) -> None:
     assert not traffic.idle()
 
 
-def test_many_moves_become_several_transfers_with_ids_of_their_own(traffic: Transfers) -> None:
+def test_many_moves_become_several_transfers_with_distinct_ids(traffic: Transfers) -> None:
     numbers = range(2 * BATCH_PAGES + 1)
     add(traffic, *numbers)
     transfers = emitted(traffic, 0.0)
@@ -58,9 +58,7 @@ def test_many_moves_become_several_transfers_with_ids_of_their_own(traffic: Tran
     assert emitted(traffic, 0.0) == []
 
 
-def test_an_erase_leaves_before_the_write_that_uses_its_room(
-    residency: Residency, traffic: Transfers
-) -> None:
+def test_erase_is_sent_before_the_write_that_uses_its_space(residency: Residency, traffic: Transfers) -> None:
     for n in range(10):
         [(slot, _)] = residency.reserve((key(n),), Tier.NVME, 10)
         residency.commit((key(n),), Tier.NVME, (slot,), sizes=(10,))
@@ -73,7 +71,7 @@ def test_an_erase_leaves_before_the_write_that_uses_its_room(
     assert write.keys == (key(11),)
 
 
-def test_pages_are_carried_from_the_decision_to_the_ack(traffic: Transfers) -> None:
+def test_pages_count_as_in_transfer_from_decision_to_ack(traffic: Transfers) -> None:
     add(traffic, 0, 1)
     assert traffic.carrying(*DOWN) == 2
     assert not traffic.quiet(Tier.HOST, 0.0, 1.0)
@@ -102,7 +100,7 @@ def test_the_rate_of_an_edge_is_learned_and_failures_teach_nothing(traffic: Tran
     assert traffic.rates[DOWN] == rate
 
 
-def test_an_edge_stalls_only_while_it_carries_pages_and_stands_still(traffic: Transfers) -> None:
+def test_edge_stalls_only_without_progress_of_its_pages(traffic: Transfers) -> None:
     assert not traffic.stalled(DOWN, 100.0, 2.0)
     add(traffic, 0)
     (first,) = emitted(traffic, 100.0)

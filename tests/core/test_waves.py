@@ -1,4 +1,4 @@
-"""The order of layer groups: what comes first, and that nothing is left out, doubled or overtaken for ever."""
+"""Tests of the order of layer groups: none is left out or repeated, and no job is overtaken indefinitely."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tierstore.gpu import copy_queue as module
 from tierstore.gpu.copy_queue import Waves
 
 Script = list[int | None]
-"""A number: a job of that size comes. None: the next are taken."""
+"""The steps of a run. A number adds a job of that size, and None takes the next jobs."""
 
 scripts = st.lists(st.one_of(st.none(), st.integers(1, 5)), max_size=40)
 
 
 def run(waves_module: ModuleType, groups: int, most: int, script: Script) -> None:
-    """AssertionError for an order that breaks a promise."""
+    """Run a script and assert that the order of groups keeps every promise of ``Waves``."""
     waves = waves_module.Waves(groups)
     sizes: list[int] = []
     got: dict[int, int] = {}
@@ -62,7 +62,7 @@ def test_every_job_gets_every_group_once_and_in_order(groups: int, most: int, sc
     run(module, groups, most, script)
 
 
-def test_a_new_job_catches_up_before_the_others_go_on() -> None:
+def test_new_job_catches_up_before_the_others_continue() -> None:
     waves: Waves[str] = Waves(4)
     waves.add("a", 1)
     assert waves.take(9) == (["a"], 0)
@@ -71,7 +71,7 @@ def test_a_new_job_catches_up_before_the_others_go_on() -> None:
     assert [waves.take(9) for _ in range(4)] == [(["b"], 0), (["b"], 1), (["a", "b"], 2), (["a", "b"], 3)]
 
 
-def test_a_job_that_comes_late_waits_for_the_next_wave_and_so_do_those_behind_it() -> None:
+def test_late_job_and_those_behind_it_wait_for_the_next_wave() -> None:
     waves: Waves[str] = Waves(4)
     waves.add("a", 1)
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_a_job_that_comes_late_waits_for_the_next_wave_and_so_do_those_behind_it
     assert waves.take(9) == (["b", "c"], 0)
 
 
-def test_a_group_is_taken_of_as_many_jobs_as_fit_and_of_one_at_least() -> None:
+def test_each_group_is_taken_for_as_many_jobs_as_fit_and_at_least_one() -> None:
     waves: Waves[str] = Waves(2)
     for name, size in (("a", 2), ("b", 2), ("c", 9)):
         waves.add(name, size)
@@ -91,7 +91,7 @@ def test_a_group_is_taken_of_as_many_jobs_as_fit_and_of_one_at_least() -> None:
         waves.take(4)
 
 
-def test_what_is_removed_gets_nothing_more() -> None:
+def test_a_removed_job_receives_no_more_groups() -> None:
     waves: Waves[str] = Waves(2)
     waves.add("a", 1)
     waves.add("b", 1)
@@ -117,7 +117,7 @@ def test_a_job_that_has_had_a_group_is_not_handed_out_whole() -> None:
 
 BUGS = [
     Bug("the furthest first", "in enumerate(self._wave):", "in [*enumerate(self._wave)][::-1]:"),
-    Bug("joins for ever", "self._handed_out * 2 <= self._groups", "True"),
+    Bug("jobs join a wave at any time", "self._handed_out * 2 <= self._groups", "True"),
     Bug("overtakes those that wait", "return not self._later.entries and", "return"),
     Bug("the last group is left out", "if group + 1 < self._groups:", "if group + 2 < self._groups:"),
     Bug(
@@ -125,7 +125,7 @@ BUGS = [
     ),
     Bug("more than fits", "total + row.entries[0].size <= most", "total <= most"),
     Bug("the newest first", "self.entries.popleft()", "self.entries.pop()"),
-    Bug("a wave that never ends", "if not self._size:", "if self._size < 0:"),
+    Bug("a wave never ends", "if not self._size:", "if self._size < 0:"),
     Bug("counts those that went", "self._size -= jobs", "self._size -= 0"),
 ]
 

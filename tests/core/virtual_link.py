@@ -1,6 +1,7 @@
-"""The copy engine on a virtual clock: what taking pages, launching and polling cost, and a link that carries bytes.
+"""The copy engine on a virtual clock, with durations for its calls and a link of fixed bandwidth.
 
-One caller takes a lease's pages and submits them; then it waits for layer after layer while the store's pump polls.
+One caller adds pages to a lease and submits their copies. Then it waits for the first and the last layer, while
+the store's pump polls.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TURN_S = 0.0005
 
 @dataclass(frozen=True)
 class Processor:
-    """Seconds: to take a page into a lease, to launch, for each piece of a launch, and to poll."""
+    """Durations in seconds of adding a page to a lease, of a launch, of each piece in a launch, and of a poll."""
 
     page: float
     launch: float
@@ -40,10 +41,10 @@ class Processor:
 
 
 FAST = Processor(5.2e-6, 80e-6, 1.2e-6, 60e-6)
-"""As measured on a machine that does nothing else."""
+"""Durations as measured on an idle machine."""
 
 SLOW = Processor(15e-6, 160e-6, 1.7e-6, 200e-6)
-"""As on a busy one."""
+"""Durations as on a busy machine."""
 
 
 class Clock:
@@ -71,7 +72,7 @@ class Event:
 
 
 class Link(WholePages):
-    """A route whose copies take what their bytes take, one after the other."""
+    """A route whose copies run one after the other, at ``RATE``."""
 
     name = "virtual"
     layers: LayerGroups
@@ -82,7 +83,7 @@ class Link(WholePages):
             self.layers = LayerGroups.by_shares(held.layout, CUTS)
             self.group_pieces = max(len(part.pieces) for part in parts_of(held, self.layers))
         self.idle = 0.0
-        """Seconds, after its first copy."""
+        """Seconds without a copy, since the first copy started."""
         self.launches: list[float] = []
         self._clock, self._processor = clock, processor
         self._whole, self._sizes = held.payload_nbytes, self.layers.divide(held.payload_nbytes)
@@ -103,7 +104,7 @@ class Link(WholePages):
 
 
 class Host:
-    """All of it is page-locked."""
+    """A stand-in for the host arena, all of which is page-locked."""
 
     pinned_slots = 1 << 30
     pinning = False
@@ -116,7 +117,7 @@ class Host:
 
 
 class Unpinned:
-    """No copy goes this way."""
+    """A stand-in for the copy engine for unpinned memory, which gets no copies."""
 
     polled = False
 
@@ -129,8 +130,17 @@ class Unpinned:
 
 @dataclass(frozen=True)
 class Restored:
-    """Seconds from the call of acquire; ``link``: what the bytes take; ``early``: launches before the first layer's
-    last one."""
+    """Result of a simulated restore.
+
+    Attributes:
+        taken: Seconds from the call to acquire until all pages were submitted.
+        first: Seconds until the first layer arrived.
+        whole: Seconds until the last layer arrived.
+        link: Seconds that the link needs for all bytes.
+        idle: Seconds without a copy, since the first copy started.
+        launches: Number of launches.
+        early: Number of launches until the first layer was completely launched.
+    """
 
     taken: float
     first: float
@@ -149,10 +159,16 @@ def restore(
     codec: str = "none",
     away: float = 0.0,
 ) -> Restored:
-    """A lease of an 8B model's pages. ``module``: ``cuda_copy_engine``, or a copy of it.
+    """Simulate a restore of an 8B model's pages.
 
-    ``away``: once the pages are taken the caller computes for so many seconds, polls, and does so again; nobody else
-    gets a turn.
+    Args:
+        module: ``cuda_copy_engine``, or a copy of it.
+        nbytes: Size of the pages in bytes, before encoding.
+        processor: The durations of calls.
+        page_size: Number of tokens per page.
+        codec: The codec of the host tier.
+        away: Once all pages are submitted, the caller computes for this many seconds and polls, twice. Meanwhile
+            no other thread runs.
     """
     spec = PageSpec(
         num_layers=32, page_size=page_size, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="v"
@@ -196,7 +212,7 @@ class _Run:
         return Restored(taken, first, whole, link, self._link.idle, len(self._link.launches), early)
 
     def _wait(self, slots: tuple[int, ...], layer: int) -> tuple[float, float]:
-        """When the layer is there, and when all of its copies were launched."""
+        """Return the times at which the layer arrived and at which all of its copies had been launched."""
         turn = 0
         while not (arriving := self._engine.arriving(slots, layer)).submitted:
             self._clock.now += _TURN_S
@@ -212,7 +228,7 @@ class _Run:
         self._engine.poll()
 
     def _help(self) -> None:
-        """What the lane's thread does in its turn."""
+        """Launch what the lane's thread would launch now."""
         lane = self._engine._lanes[Tier.HBM]
         while True:
             self._engine._ended += lane.land()

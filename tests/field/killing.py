@@ -1,27 +1,21 @@
-"""Runs a victim until it has said what it has, and kills it."""
+"""Runs a process with a filled store, and kills it."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support import forked
 
 
 @contextmanager
 def victim(home: Path, nvme_pages: int, name: str, count: int) -> Iterator[int]:
-    """A process with a filled, flushed, open store; killed by SIGKILL on leaving. The bytes it accounted for."""
-    arguments = [str(home), str(nvme_pages), name, str(count)]
-    command = [sys.executable, "-m", "tests.field.victim", *arguments]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.send_signal(signal.SIGKILL)
+    """Run a process with a filled, flushed and open store, and kill it with SIGKILL when the context ends.
+
+    Yields:
+        The number of bytes that the store counts as used on disk.
+    """
+    program = "from tests.field.victim import main; main()"
+    with forked.running(program, home, str(nvme_pages), name, str(count)) as process:
+        yield int(process.stdout.readline())

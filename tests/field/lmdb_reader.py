@@ -1,7 +1,10 @@
-"""A program that looks into a store's LMDB environment: takes read transactions, says so, and waits to be killed.
+"""A program that opens read transactions in a store's LMDB environment, and keeps them until standard input ends.
 
-Arguments: the directory of the environment; how many transactions, "all" for as many as there are places, or "again"
-to read everything in one after the other until standard input ends. Says how many it has.
+Arguments: the directory of the environment, and one of the following:
+    a number: Open that many transactions, and print the number.
+    "all": Open transactions until the reader table is full, and print their number.
+    "again": Read all pages in one transaction after another. After the first transaction, print a checksum of the
+    pages.
 """
 
 from __future__ import annotations

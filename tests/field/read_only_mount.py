@@ -1,6 +1,6 @@
-"""A store on a directory whose mount is read-only, run where nobody else sees the mount.
+"""A program that tests a store in a directory on a read-only mount.
 
-Arguments: the directory, which a store has filled with the pages of ``chain(6)``. Ends with 0 if all is as it must be.
+Argument: the directory, in which a store has written the pages of ``chain(6)``. Exits with 0 if all checks pass.
 """
 
 from __future__ import annotations

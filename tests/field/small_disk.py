@@ -1,6 +1,6 @@
-"""A store on a small filesystem of its own that other files fill, run where nobody else sees the mount.
+"""A program that tests a store on a small filesystem, which it fills with other files.
 
-Arguments: a directory to mount the filesystem on, the payload. Ends with 0 if all is as it must be.
+Arguments: the mount point of the filesystem, and the value of ``nvme.payload``. Exits with 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Warnings(logging.Handler):
 
 
 def fill(path: Path) -> None:
-    """Takes what is left of the filesystem."""
+    """Write zeros to a file until the filesystem has no free space."""
     with path.open("wb", buffering=0) as file:
         try:
             while True:
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], warnings: Warnings) -> None:
-    """A store that was closed before others filled the disk opens, serves, and writes once they have left."""
+    """Check that a store opens and serves pages on a full disk, and writes once there is space again."""
     fill(home / "others")
     warnings.said.clear()
     with TierStore.open(config, SPEC) as store:
@@ -109,7 +109,8 @@ def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], war
         assert read(store, before) == 4
         assert len(warnings.said) == 1, warnings.said
         assert "read-only" in warnings.said[0]
-        assert [report.records for report in inspect(home / "store").shards] == [None]  # in use
+        # the number of records is unknown while the store is open
+        assert [report.records for report in inspect(home / "store").shards] == [None]
         (home / "others").unlink()
         deadline = monotonic() + PATIENCE_S
         while state(store) != "ok":

@@ -1,4 +1,4 @@
-"""What a configuration allows is what is taken: at every moment, after every restart, with every failure."""
+"""Test that a store never uses more than its configuration allows, even after restarts and failures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.field.killing import victim
 from tests.field.victim import pages
+from tests.support import lanes
 from tests.support.bench import open_bench
 from tests.support.pages import (
     SPEC,
@@ -32,16 +33,16 @@ DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)
 
 
 def disk_usage(home: Path) -> int:
-    """What ``du`` says."""
+    """Return the disk usage of a directory in bytes, as reported by ``du``."""
     total = 0
     for path in [home, *home.rglob("*")]:
-        with suppress(FileNotFoundError):  # a file may go while another thread looks
+        with suppress(FileNotFoundError):  # the store may delete a file meanwhile
             total += path.lstat().st_blocks * 512
     return total
 
 
 class Watch:
-    """Another thread that looks at a directory again and again; ``most`` is the largest it has seen."""
+    """Measures the disk usage of a directory in a thread, repeatedly. ``most`` is the largest value so far."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.most, self.looks = home, 0, 0
@@ -57,8 +58,8 @@ class Watch:
         self._thread.join()
 
     def wait_for_a_look(self) -> None:
-        """Return once it has looked after this call."""
-        after = self.looks + 1  # the one that it is at may have begun before
+        """Wait until a measurement that started after this call has ended."""
+        after = self.looks + 1  # the current measurement may have started before this call
         wait_for(lambda: self.looks > after)
 
     def _run(self) -> None:
@@ -68,29 +69,29 @@ class Watch:
             self._end.wait(0.001)
 
 
-@pytest.mark.parametrize("host", [8, None])
+@pytest.mark.parametrize("host", lanes.some([8, None], bool))
 def test_the_disk_never_holds_more_than_its_capacity_while_five_times_that_is_written(
     tmp_path: Path, host: int | None
 ) -> None:
-    # F052: sampled from another thread, everything below the path counted
+    # F052: another thread measures the disk usage of everything below the path
     home = tmp_path / "disk"
-    with TierStore.open(tiers(8, host, home, nvme_pages=100), SPEC) as store, Watch(home) as watch:
-        capacity = nvme_capacity(100)
+    with TierStore.open(tiers(8, host, home, nvme_pages=60), SPEC) as store, Watch(home) as watch:
+        capacity = nvme_capacity(60)
         turns = 5 * capacity // record_nbytes(SPEC.page_nbytes) // 4
         for i in range(turns):
             write(store, chain(4, str(i)))
             if i % (turns // 10) == 0:
                 watch.wait_for_a_look()
         store.flush()
-        assert tier_stats(store, Tier.NVME)["resident"] > 50
+        assert tier_stats(store, Tier.NVME)["resident"] > 30
         store.check()
     assert watch.looks >= 10
     assert watch.most <= capacity
     assert disk_usage(home) <= capacity
 
 
-def test_usage_after_a_kill_is_what_is_there_and_the_limit_still_holds(tmp_path: Path) -> None:
-    # F053: 80 % full, killed, reopened, half as much again written
+def test_usage_after_a_kill_is_exact_and_the_limit_holds(tmp_path: Path) -> None:
+    # F053: filled to 80 %, killed and reopened; then pages for half the capacity are written
     home, room = tmp_path / "disk", 100
     with TierStore.open(tiers(8, 16, tmp_path / "other", nvme_pages=room), SPEC) as store:
         figures = store.stats()["nvme"]
@@ -114,7 +115,7 @@ def test_usage_after_a_kill_is_what_is_there_and_the_limit_still_holds(tmp_path:
 
 
 def test_a_lowered_capacity_holds_from_the_first_call(tmp_path: Path) -> None:
-    # F053: the old usage is more than what is allowed now
+    # F053: the old usage exceeds the new capacity
     home = tmp_path / "disk"
     with TierStore.open(tiers(8, 16, home, nvme_pages=200), SPEC) as store:
         for i in range(100):
@@ -130,9 +131,9 @@ def test_a_lowered_capacity_holds_from_the_first_call(tmp_path: Path) -> None:
     assert disk_usage(home) <= nvme_capacity(20)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_accounts_balance_whatever_fails(tmp_path: Path, seed: int) -> None:
-    # F052: every edge fails at random; what the tables count is what the disk has
+@pytest.mark.parametrize("seed", lanes.some(range(6), range(3).__contains__))
+def test_accounts_balance_after_any_failure(tmp_path: Path, seed: int) -> None:
+    # F052: copies fail at random on every edge; the store's counts must match the disk
     chance = random.Random(seed)
     bench = open_bench(tiers(4, 4, tmp_path, nvme_pages=8), SPEC)
     store = bench.store

@@ -1,4 +1,4 @@
-"""A disk that loses files, is full, refuses or hangs: pages above are safe, those on it are misses, and it mends."""
+"""Tests of a disk that loses files, is full, fails or hangs: memory keeps serving pages, and the disk recovers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.field.killing import CHECKOUT
 from tests.nvme.rig import data_file, data_file_is_read_only
+from tests.support import forked
 from tests.support.bench import open_bench
+from tests.support.forked import CHECKOUT
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -46,7 +47,7 @@ def nvme_stats(store: TierStore) -> dict[str, object]:
 
 @contextmanager
 def full(home: Path) -> Iterator[None]:
-    """No file of this process can become longer than the data file is now."""
+    """Simulate a full disk: until the block ends, no file of this process may grow beyond the data file's size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     nbytes = data_file(home, SPEC.fingerprint).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
@@ -58,16 +59,16 @@ def full(home: Path) -> Iterator[None]:
 
 @contextmanager
 def refusing(home: Path) -> Iterator[None]:
-    """Every write to the data file is an error that is not for lack of room."""
+    """Make every write to the data file fail, with an error other than that of a full disk."""
     with data_file_is_read_only(home, SPEC.fingerprint):
         yield
 
 
 @pytest.mark.parametrize("trouble", [full, refusing])
-def test_memory_goes_on_while_the_disk_takes_nothing_and_the_disk_mends_by_itself(
+def test_memory_serves_while_the_disk_refuses_writes_and_the_disk_recovers(
     tmp_path: Path, trouble: Callable[[Path], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # F056: one warning, a metric, HBM and HOST as ever; then space is freed, and all goes on
+    # F056: there is one warning and a metric, and HBM and HOST keep working. Then the disk accepts writes again.
     config = tiers(8, 16, tmp_path, nvme_pages=400)
     with TierStore.open(config, SPEC) as store, caplog.at_level(logging.WARNING):
         before = chain(4, "before")
@@ -81,7 +82,7 @@ def test_memory_goes_on_while_the_disk_takes_nothing_and_the_disk_mends_by_itsel
             store.flush()
             assert nvme_stats(store)["read_only"] is True
             assert store.stats()["failing"] == ["NVME"]
-            assert read_soon(store, before) == 4  # reads go on, in place of pages that cannot be saved
+            assert read_soon(store, before) == 4  # reads go on, and displace pages that cannot be saved
             store.check()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         wait_for(lambda: nvme_stats(store)["read_only"] is False)
@@ -95,12 +96,11 @@ def test_memory_goes_on_while_the_disk_takes_nothing_and_the_disk_mends_by_itsel
         assert read(store, after) == 4
 
 
-@pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_a_small_filesystem_that_others_fill_makes_the_tier_read_only_until_they_leave(
+@pytest.mark.parametrize("payload", [pytest.param("lmdb", marks=pytest.mark.deep), "extents"])
+def test_filesystem_filled_by_others_makes_the_tier_read_only_until_space_is_freed(
     tmp_path: Path, payload: str
 ) -> None:
-    # F056: a filesystem of a few MiB, in a mount namespace of its own
-    inside = 'mount -t tmpfs -o size=6m none "$1" && exec "$2" -m tests.field.small_disk "$1" "$3"'
+    # F056: a filesystem of 6 MiB, in a mount namespace of its own
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         allowed = subprocess.run(
@@ -110,19 +110,20 @@ def test_a_small_filesystem_that_others_fill_makes_the_tier_read_only_until_they
         pytest.skip("no unshare here")
     if allowed.returncode != 0:
         pytest.skip(f"no mount namespace here: {allowed.stderr.decode().strip()}")
-    command = [*namespace, "sh", "-c", inside, "sh", str(tmp_path), sys.executable, payload]
-    run = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+    program = (
+        "import sys; from tests.field import mounts, small_disk\n"
+        "mounts.unshare(); mounts.mount('-t', 'tmpfs', '-o', 'size=6m', 'none', sys.argv[1]); small_disk.main()"
     )
+    run = forked.run(program, tmp_path, payload, timeout=4 * PATIENCE_S)
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_a_real_filesystem_that_cannot_preallocate_keeps_pages_and_bears_being_full(
+def test_filesystem_without_preallocation_keeps_pages_and_survives_being_full(
     tmp_path: Path, payload: str
 ) -> None:
-    # ext4 without extents, where posix_fallocate of a direct descriptor fails: a loop mount, which only root can make
+    # On ext4 without extents, posix_fallocate fails for files opened with O_DIRECT. Only root can make a loop mount.
     if os.geteuid() != 0:
         pytest.skip("only root can mount a filesystem from a file")
     image, mount = tmp_path / "image", tmp_path / "mount"
@@ -172,10 +173,10 @@ def _delete_everything(home: Path) -> None:
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
 @pytest.mark.parametrize("delete", [_delete_the_data_file, _delete_the_shard, _delete_everything])
-def test_files_deleted_under_a_running_store_end_no_call_and_the_next_open_starts_clean(
+def test_files_deleted_under_a_running_store_fail_no_call_and_the_next_open_is_clean(
     tmp_path: Path, delete: Callable[[Path], None], payload: str
 ) -> None:
-    # F054: by an operator, or another process
+    # F054: an operator or another process deletes the files
     home, keys = tmp_path / "disk", chain(4)
     config = tiers(8, 8, home, nvme_more={"payload": payload})
     with TierStore.open(config, SPEC) as store:
@@ -198,10 +199,10 @@ def test_files_deleted_under_a_running_store_end_no_call_and_the_next_open_start
 
 
 @pytest.mark.parametrize("positions", [(0,), (1, 3), (0, 1, 2, 3)])
-def test_records_deleted_behind_the_stores_back_are_misses_once_and_then_unknown(
+def test_records_deleted_externally_are_misses_once_and_then_unknown(
     tmp_path: Path, positions: tuple[int, ...]
 ) -> None:
-    # F054: the index is repaired by the first miss
+    # F054: the first miss repairs the index
     bench = open_bench(tiers(8, 8, tmp_path), SPEC)
     store, keys = bench.store, chain(4)
     write(store, keys)
@@ -224,10 +225,10 @@ def test_records_deleted_behind_the_stores_back_are_misses_once_and_then_unknown
 
 
 @pytest.mark.parametrize("lane", [DOWN, UP])
-def test_a_disk_that_hangs_holds_up_only_what_needs_it(
+def test_hung_disk_delays_only_requests_that_need_it(
     tmp_path: Path, lane: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F056: neither an error nor an end; whoever computes goes on, and close ends
+    # F056: transfers neither fail nor finish. Requests can still compute pages, and close returns.
     bench = open_bench(tiers(6, 4, tmp_path), SPEC, pump=True, spill=True)
     store, below = bench.store, chain(2, "below")
     write(store, below)
@@ -249,7 +250,7 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ENAMETOOLONG])
-def test_whatever_a_write_fails_with_the_pages_stay_above(
+def test_pages_stay_in_memory_after_any_write_error(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F056

@@ -1,4 +1,4 @@
-"""Where pages do not fit, every call ends: in pages, in a miss that says why, or in CapacityError; never in a hang."""
+"""Tests that no call hangs if pages do not fit: it ends with pages, a miss with its reason, or CapacityError."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DOWN, UP = (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HOST)
 
 
 def on_disk(store: TierStore, *sequences: list[PageKey]) -> None:
-    """The pages are on disk alone."""
+    """Put pages and move them to disk, so that no other tier has them."""
     for keys in sequences:
         write(store, keys)
         store.demote(keys, Tier.NVME)
@@ -52,7 +52,7 @@ def on_disk(store: TierStore, *sequences: list[PageKey]) -> None:
 def test_several_large_leases_stream_through_a_host_of_a_page_or_two(
     tmp_path: Path, host: int, pump: bool
 ) -> None:
-    # F030: HOST is staging only
+    # F030: HOST is used only for staging
     with TierStore.open(tiers(30, host, tmp_path), SPEC, pump=pump) as store:
         sequences = [chain(10, str(i)) for i in range(3)]
         on_disk(store, *sequences)
@@ -65,8 +65,8 @@ def test_several_large_leases_stream_through_a_host_of_a_page_or_two(
         require_nothing_held(store)
 
 
-def test_a_load_gets_its_staging_although_the_disk_takes_nothing_host_has(tmp_path: Path) -> None:
-    # F030: HOST is full of pages that cannot be saved; one of them makes room
+def test_load_gets_staging_slots_although_the_disk_refuses_hosts_pages(tmp_path: Path) -> None:
+    # F030: HOST is full of pages that cannot be saved, and one of them is dropped to make space
     bench = open_bench(tiers(6, 2, tmp_path), SPEC)
     store, wanted = bench.store, chain(4, "wanted")
     on_disk(store, wanted)
@@ -85,8 +85,10 @@ def test_a_load_gets_its_staging_although_the_disk_takes_nothing_host_has(tmp_pa
     bench.close()
 
 
-def test_a_load_whose_staging_never_comes_free_ends_at_its_deadline_and_does_not_spin(tmp_path: Path) -> None:
-    # F030: HOST is full of pages on their way, and that way stands still
+def test_a_load_whose_staging_slot_never_becomes_free_ends_at_its_deadline_and_does_not_spin(
+    tmp_path: Path,
+) -> None:
+    # F030: HOST is full of arriving pages, whose copies are held back
     bench = open_bench(tiers(6, 2, tmp_path), SPEC)
     store, wanted = bench.store, chain(3, "wanted")
     on_disk(store, wanted)
@@ -98,11 +100,11 @@ def test_a_load_whose_staging_never_comes_free_ends_at_its_deadline_and_does_not
     turns = _count_turns(bench)
     with store.acquire(wanted) as lease:
         assert lease.wait(0.3) is LeaseState.PENDING
-    assert len(turns) < 50  # a turn each 1 ms would be 300
+    assert len(turns) < 50  # one turn per ms would be 300
     with store.acquire(wanted, deadline_s=0.05) as lease:
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
         assert lease.missing_because == "deadline"
-        write(store, lease.missing, timeout_s=0.0)  # what was to be loaded has given its slots back
+        write(store, lease.missing, timeout_s=0.0)  # the failed loads have given their slots back
     bench.open_gates()
     assert store.drain(PATIENCE_S)
     assert read(store, wanted) == 3
@@ -110,10 +112,10 @@ def test_a_load_whose_staging_never_comes_free_ends_at_its_deadline_and_does_not
     bench.close()
 
 
-def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
+def test_load_with_stalled_staging_ends_without_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F030: fails fast once what HOST waits for has stood still for so long
+    # F030: the load fails once the copies into HOST have made no progress for STALL_S
     bench = open_bench(tiers(6, 2, tmp_path), SPEC)
     store, wanted = bench.store, chain(3, "wanted")
     on_disk(store, wanted)
@@ -133,8 +135,8 @@ def test_a_load_whose_staging_stands_still_ends_without_a_deadline_too(
     bench.close()
 
 
-def test_loads_nobody_waits_for_give_their_slots_to_pages_that_can_be_had(tmp_path: Path) -> None:
-    # F032: a request that is over keeps nothing that no copy writes yet
+def test_loads_without_a_waiting_lease_give_their_slots_to_other_pages(tmp_path: Path) -> None:
+    # F032: a finished request keeps no slots into which no copy has started
     pages = BATCH_PAGES + 8
     bench = open_bench(tiers(pages, pages + 2, tmp_path), SPEC)
     store, gone, near = bench.store, chain(pages, "gone"), chain(2, "near")
@@ -153,7 +155,7 @@ def test_loads_nobody_waits_for_give_their_slots_to_pages_that_can_be_had(tmp_pa
     with store.acquire(gone) as held:
         assert held.num_pages == pages
         with pytest.raises(CapacityError):
-            store.allocate(1, timeout_s=0.0)  # what is held is not taken
+            store.allocate(1, timeout_s=0.0)  # slots of a lease are not taken
         assert held.num_pages == pages
     bench.open_gates()
     assert store.drain(PATIENCE_S)
@@ -162,8 +164,8 @@ def test_loads_nobody_waits_for_give_their_slots_to_pages_that_can_be_had(tmp_pa
     bench.close()
 
 
-def test_loads_nobody_waits_for_cost_no_page_its_slot_in_host(tmp_path: Path) -> None:
-    # F032: else a request that is over would put what can be had behind a disk that stands still
+def test_loads_without_a_waiting_lease_evict_no_page_from_host(tmp_path: Path) -> None:
+    # F032: otherwise a finished request would displace available pages for reads from a disk that hangs
     bench = open_bench(tiers(6, 4, tmp_path), SPEC)
     store, gone, near = bench.store, chain(4, "gone"), chain(2, "near")
     on_disk(store, gone, near)
@@ -177,7 +179,7 @@ def test_loads_nobody_waits_for_cost_no_page_its_slot_in_host(tmp_path: Path) ->
         bench.copies.holding.clear()
         bench.copies.let_go(IN)
         assert lease.wait(PATIENCE_S) is LeaseState.READY
-    assert tier_stats(store, Tier.HBM)["arriving"] == 2  # those that the disk is reading already
+    assert tier_stats(store, Tier.HBM)["arriving"] == 2  # the pages that the disk is already reading
     assert tier_stats(store, Tier.HOST)["resident"] == 2
     store.demote(near, Tier.HOST)
     assert read(store, near) == 2
@@ -189,10 +191,10 @@ def test_loads_nobody_waits_for_cost_no_page_its_slot_in_host(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("lane", [OUT, DOWN])
-def test_an_engines_slots_come_back_although_what_is_below_stands_still(
+def test_engine_slots_are_reported_although_the_lower_tiers_stall(
     tmp_path: Path, lane: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F032: all but those that a copy still reads; the pages are given up and counted
+    # F032: all slots except those that a copy still reads. The other pages are dropped and counted.
     monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     engine = page_major()
     bench = open_bench(tiers(SLOTS, 2, tmp_path, hbm_more={"owner": "engine"}), SPEC)
@@ -218,7 +220,7 @@ def _extended(slots: list[int], more: list[int]) -> list[int]:
 
 
 def _count_turns(bench: Bench) -> list[None]:
-    """One entry for each time the store decides."""
+    """Return a list that gets an entry each time the directory makes decisions."""
     turns: list[None] = []
     advance = bench.directory.advance
 
@@ -231,7 +233,7 @@ def _count_turns(bench: Bench) -> list[None]:
 
 
 class Request:
-    """One request of a scheduler: its prompt, what it holds, and how many pages it still writes."""
+    """A request of a scheduler: its prompt, its lease, and the pages that it still has to write."""
 
     def __init__(self, name: str, prompt: list[PageKey], more: int) -> None:
         self.name = name
@@ -241,9 +243,13 @@ class Request:
 
 
 def _step(store: TierStore, request: Request) -> bool:
-    """Admits a request, or lets it write a page; gives everything back where it cannot go on. Whether it has ended.
+    """Admit a request, or let it write one page. If it cannot continue, release its lease.
 
-    A request whose pages are on their way keeps its lease: else two would undo each other's loads for ever.
+    A request whose pages are in flight keeps its lease. Otherwise two requests could cancel each other's loads
+    forever.
+
+    Returns:
+        Whether the request has ended.
     """
     if request.lease is None:
         request.lease = store.acquire(request.prompt)
@@ -270,7 +276,7 @@ def _step(store: TierStore, request: Request) -> bool:
 
 
 def test_requests_that_together_exceed_hbm_all_end(tmp_path: Path) -> None:
-    # F032: 270 pages; L holds 250; S and H want the same 100, which are below; W needs 10; driven by hand
+    # F032: HBM has 270 slots. L needs 255 pages, S and H need the same 100 pages from HOST, and W needs 10.
     store = TierStore.open(tiers(270, 300, tmp_path, nvme_pages=1000), SPEC, pump=False)
     shared = chain(100, "shared")
     write(store, shared)
@@ -295,8 +301,8 @@ def test_requests_that_together_exceed_hbm_all_end(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_lease_that_got_only_a_part_does_not_keep_others_from_what_is_free() -> None:
-    # F032: the head of the line covers what there is; released, all of it is there for the next
+def test_a_partial_lease_does_not_keep_other_requests_from_free_slots() -> None:
+    # F032: the first lease covers all free slots. Once it is released, they are available to the next request.
     with TierStore.open(tiers(6, 12), SPEC, pump=False) as store:
         large, small = chain(6, "large"), chain(2, "small")
         write(store, large)
@@ -315,10 +321,10 @@ def test_a_lease_that_got_only_a_part_does_not_keep_others_from_what_is_free() -
 
 
 @pytest.mark.parametrize("refusing", [False, True])
-def test_mirrors_of_pages_that_cannot_leave_hbm_make_room_for_what_comes_from_disk(
+def test_mirrors_of_pages_that_cannot_leave_hbm_are_dropped_for_pages_from_disk(
     tmp_path: Path, refusing: bool
 ) -> None:
-    # F034: HOST is half of HBM and full of copies of leased pages; with a disk that takes them, and without
+    # F034: HOST is half as large as HBM and full of copies of leased pages. The disk may refuse writes.
     bench = open_bench(tiers(8, 4, tmp_path), SPEC)
     store, below = bench.store, [chain(2, f"below{i}") for i in range(4)]
     on_disk(store, *below)
@@ -339,7 +345,7 @@ def test_mirrors_of_pages_that_cannot_leave_hbm_make_room_for_what_comes_from_di
     bench.close()
 
 
-def test_steady_inserts_reach_the_disk_and_come_back_through_a_host_half_of_hbm(tmp_path: Path) -> None:
+def test_steady_inserts_reach_the_disk_and_return_through_a_host_half_the_size_of_hbm(tmp_path: Path) -> None:
     # F034
     with TierStore.open(tiers(8, 4, tmp_path, nvme_pages=400), SPEC) as store:
         sequences = [chain(4, str(i)) for i in range(30)]
@@ -354,10 +360,8 @@ def test_steady_inserts_reach_the_disk_and_come_back_through_a_host_half_of_hbm(
 
 
 @pytest.mark.parametrize(("threads", "number"), [(16, 1), (16, 3), (16, 5)])
-def test_a_request_for_slots_is_one_step_that_gives_all_or_changes_nothing(
-    tmp_path: Path, threads: int, number: int
-) -> None:
-    # F036: sixteen drain one pool; nobody ever gets a part, or an error that is not CapacityError
+def test_allocate_is_atomic_and_gives_all_slots_or_none(tmp_path: Path, threads: int, number: int) -> None:
+    # F036: 16 threads empty one pool. None gets fewer slots than requested, or an error except CapacityError.
     barrier = Barrier(threads)
     errors: list[BaseException] = []
     got: list[int] = []
@@ -412,10 +416,10 @@ def _copies_that_stand_still(path: Path) -> Bench:
 
 
 @pytest.mark.parametrize("build", [_hbm_alone, _full_host, _disk_that_stands_still, _copies_that_stand_still])
-def test_slots_are_had_again_whatever_stands_still_below(
+def test_slots_become_free_although_any_lower_tier_stalls(
     tmp_path: Path, build: Callable[[Path], Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F032: pages that cannot be saved in time are dropped, and counted; nobody waits for ever
+    # F032: pages that cannot be saved in time are dropped and counted, so that no call waits forever
     monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.05)
     bench = build(tmp_path)
     store = bench.store
@@ -431,9 +435,11 @@ def test_slots_are_had_again_whatever_stands_still_below(
     bench.close()
 
 
-def test_slots_are_had_although_host_is_full_of_pages_that_cannot_be_saved_or_dropped(tmp_path: Path) -> None:
-    # F032, F034: a refusing disk holds the children of what HOST holds; HOST's last slot must not be saved into and
-    # dropped from for ever
+def test_slots_are_available_although_host_is_full_of_pages_that_cannot_be_saved_or_dropped(
+    tmp_path: Path,
+) -> None:
+    # F032, F034: HOST has pages whose children are on a disk that refuses writes. The store must not keep copying
+    # pages into the last slot of HOST and dropping them from there.
     bench = open_bench(tiers(4, 4, tmp_path), SPEC)
     store, pairs = bench.store, [chain(2, f"parent{i}") for i in range(3)]
     on_disk(store, *pairs)

@@ -1,4 +1,4 @@
-"""A load that fails, whole or in part, ends in a miss that names its pages; nothing stale is ever readable."""
+"""Tests that failed loads end in a miss that names the missing pages, and that stale bytes are never readable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bench(tmp_path: Path, payload: str) -> Iterator[Bench]:
 
 
 def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exception) -> None:
-    """The disk gives half of another page and then the error, for this page."""
+    """Make reads of the page ``bad`` overwrite half of the buffer with other bytes, and then raise ``error``."""
     check = RecordReader.check
 
     def failing(
@@ -85,10 +85,10 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch, bad: PageKey, error: Exceptio
     ],
 )
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_a_page_the_disk_does_not_give_ends_the_hit_before_it(
+def test_page_the_disk_cannot_read_ends_the_hit_before_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, position: int
 ) -> None:
-    # F017: page k of n fails, whatever the error
+    # F017: one of several pages fails, with any error
     store, keys = bench.store, chain(4)
     write_down(store, keys, Tier.NVME)
     reading_fails(monkeypatch, keys[position], error)
@@ -108,7 +108,7 @@ def test_a_page_the_disk_does_not_give_ends_the_hit_before_it(
 
 @pytest.mark.parametrize("payload", ["extents"])
 def test_a_short_read_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    # F017: the disk gives fewer bytes than the record has, and says it is all right
+    # F017: the disk returns fewer bytes than the record has, without an error
     store, keys = bench.store, chain(2)
     write_down(store, keys, Tier.NVME)
     preadv = os.preadv
@@ -120,7 +120,7 @@ def test_a_short_read_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _copies_in_fail(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """The device refuses once it has taken layers of so many pages, half of the next ones included."""
+    """Let ``after`` parts of pages be copied to HBM. Each further copy raises an error after half of its bytes."""
     taken: list[int] = []
     into = CpuPool.write_part
 
@@ -136,10 +136,10 @@ def _copies_in_fail(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
-def test_a_copy_into_hbm_that_breaks_exposes_nothing(
+def test_failed_copy_into_hbm_exposes_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tier: Tier, after: int
 ) -> None:
-    # F017: the error is the device's; the pages below are intact and come at the next try
+    # F017: the device fails. The pages below are intact, and the next load succeeds.
     store, keys = bench.store, chain(4)
     write_down(store, keys, tier)
     _copies_in_fail(monkeypatch, after)
@@ -155,10 +155,8 @@ def test_a_copy_into_hbm_that_breaks_exposes_nothing(
     require_nothing_held(store)
 
 
-def test_a_copy_out_of_hbm_that_breaks_leaves_no_page_below(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # F017: and the other way; the page stays where it is whole
+def test_failed_copy_out_of_hbm_leaves_no_page_below(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # F017: the same in the other direction. The pages stay in HBM, where they are intact.
     store, keys = bench.store, chain(3)
 
     def failing(self: CpuPool, slot: int, out: NDArray[np.uint8]) -> None:
@@ -199,7 +197,7 @@ def _between_acquire_and_the_read(bench: Bench, keys: list[PageKey], gone: PageK
 def test_the_caller_learns_which_pages_to_compute_and_why(
     bench: Bench, delete: Callable[[Bench, list[PageKey], PageKey], Callable[[], None]], position: int
 ) -> None:
-    # F019: deleted between lookup and load; a caller may compute what is missing, or fail the request
+    # F019: a record is deleted between lookup and load. The caller can compute the missing pages.
     store, keys = bench.store, chain(3)
     write_down(store, keys, Tier.NVME)
     assert store.match(keys).num_pages == 3
@@ -218,7 +216,7 @@ def test_the_caller_learns_which_pages_to_compute_and_why(
 
 
 def test_a_failed_page_fails_for_every_lease_that_waits_for_it(bench: Bench) -> None:
-    # F017: two requests share a load; and one that comes later is told at once
+    # F017: two requests share a load, and a later request learns the result at once
     store, keys = bench.store, chain(3)
     write_down(store, keys, Tier.NVME)
     bench.records.hold(UP)
@@ -236,8 +234,8 @@ def test_a_failed_page_fails_for_every_lease_that_waits_for_it(bench: Bench) -> 
         assert (lease.num_pages, lease.missing_because) == (1, "io_error")
 
 
-def test_a_failed_copy_does_not_end_the_lease_of_a_page_that_is_there_anyway(bench: Bench) -> None:
-    # F017: the page was computed while its load was under way, and then the load fails
+def test_failed_copy_does_not_end_the_lease_of_a_page_put_meanwhile(bench: Bench) -> None:
+    # F017: the page is put while its load is in flight, and then the load fails
     store, keys = bench.store, chain(2)
     write_down(store, keys, Tier.HOST)
     bench.copies.hold(IN)
@@ -253,8 +251,8 @@ def test_a_failed_copy_does_not_end_the_lease_of_a_page_that_is_there_anyway(ben
     lease.release()
 
 
-def test_sessions_whose_records_changed_places_get_nothing_of_each_other(tmp_path: Path) -> None:
-    # F021: each record carries its key, which is compared on every read
+def test_sessions_whose_records_were_swapped_never_get_each_others_pages(tmp_path: Path) -> None:
+    # F021: each record contains its key, which is compared on every read
     config = tiers(4, 8, tmp_path)
     mine, yours = chain(3, "mine"), chain(3, "yours")
     with TierStore.open(config, SPEC) as store:
@@ -274,8 +272,8 @@ def test_sessions_whose_records_changed_places_get_nothing_of_each_other(tmp_pat
         assert counter(store, "failed_pages", "NVME,HOST,integrity") == 2
 
 
-def test_sessions_whose_entries_changed_places_get_nothing_of_each_other(tmp_path: Path) -> None:
-    # F021: whole records, heads and checksums included, under the wrong keys
+def test_sessions_whose_entries_were_swapped_never_get_each_others_pages(tmp_path: Path) -> None:
+    # F021: whole records, including headers and checksums, are stored under the wrong keys
     config = tiers(4, 8, tmp_path)
     mine, yours = chain(3, "mine"), chain(3, "yours")
     with TierStore.open(config, SPEC) as store:

@@ -1,4 +1,4 @@
-"""Between a lookup and a load anything may happen; what acquire covers is there, and the rest is named."""
+"""Tests of evictions between lookup and load: a lease covers only pages that can be used, and keeps them usable."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from threading import Semaphore, Thread
 import pytest
 
 from tests.support.bench import Bench, open_bench
+from tests.support.lanes import examples
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -36,8 +37,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("victim", [0, 2, 4])
-def test_acquire_covers_what_is_left_of_a_match_and_keeps_it(bench: Bench, tier: Tier, victim: int) -> None:
-    # F044: the first, a middle and the last page go between lookup and allocation
+def test_acquire_covers_the_remaining_match_and_pins_it(bench: Bench, tier: Tier, victim: int) -> None:
+    # F044: the first, a middle or the last page is evicted between lookup and acquire
     store, keys = bench.store, chain(5)
     write(store, keys)
     if tier > Tier.HBM:
@@ -48,9 +49,10 @@ def test_acquire_covers_what_is_left_of_a_match_and_keeps_it(bench: Bench, tier:
     lease = store.acquire(keys)
     assert (lease.num_pages, lease.missing, lease.missing_because) == (victim, keys[victim:], "evicted")
     slots = lease.slots
-    for i in range(4):  # what it covers no pressure takes away any more
+    for i in range(4):  # pages that the lease covers are no longer evicted
         try:
-            write(store, chain(6 - victim, f"other{i}"), timeout_s=0.05)
+            # With victim 0, the lease covers no page: the write succeeds once the pages in HBM are saved.
+            write(store, chain(6 - victim, f"other{i}"), timeout_s=0.05 if victim else PATIENCE_S)
         except CapacityError:
             assert victim
     assert lease.wait(PATIENCE_S) is LeaseState.READY
@@ -75,10 +77,10 @@ def _broken(bench: Bench, key: PageKey) -> None:
 
 @pytest.mark.parametrize("happens", [_evicted, _evicted_below_alone, _broken])
 @pytest.mark.parametrize("victim", [0, 2, 4])
-def test_a_page_that_goes_between_acquire_and_its_load_shortens_the_lease_or_comes(
+def test_a_page_evicted_between_acquire_and_its_load_shortens_the_lease_or_is_loaded(
     bench: Bench, happens: Callable[[Bench, PageKey], None], victim: int
 ) -> None:
-    # F044: after the lease is there, and before its pages are
+    # F044: the page is evicted after acquire and before it is loaded
     store, keys = bench.store, chain(5)
     write(store, keys)
     store.demote(keys, Tier.NVME)
@@ -98,14 +100,14 @@ def test_a_page_that_goes_between_acquire_and_its_load_shortens_the_lease_or_com
     assert read(store, keys) == 5
 
 
-def test_a_hit_that_is_loaded_by_nobody_promises_nothing_and_breaks_nothing(bench: Bench) -> None:
-    # F044: matched, then pushed out by the allocation for the rest of the same prompt
+def test_a_hit_that_no_request_loads_pins_nothing_and_breaks_nothing(bench: Bench) -> None:
+    # F044: matched pages are evicted by the allocation for the rest of the same prompt
     store, keys = bench.store, chain(6)
     write(store, keys[:4])
     assert store.drain(PATIENCE_S)
     store.flush()
     assert store.match(keys).num_pages == 4
-    slots = store.allocate(5, timeout_s=0.0)  # more than what was left beside the hit
+    slots = store.allocate(5, timeout_s=0.0)  # more slots than are free beside the hit
     with store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is LeaseState.READY
         assert lease.num_pages == 1
@@ -116,10 +118,10 @@ def test_a_hit_that_is_loaded_by_nobody_promises_nothing_and_breaks_nothing(benc
 
 
 @pytest.mark.parametrize("into_hbm_stalls", [False, True])
-def test_lookup_and_load_race_with_eviction_and_nobody_gets_what_is_not_there(
+def test_lookups_and_loads_that_race_with_eviction_return_no_missing_page(
     tmp_path: Path, into_hbm_stalls: bool
 ) -> None:
-    # F044: one thread asks as a scheduler does, others evict and push out
+    # F044: one thread acquires pages as a scheduler does, while others evict and displace pages
     bench = open_bench(tiers(6, 4, tmp_path), SPEC, pump=True, spill=True)
     store = bench.store
     prompts = [chain(4, str(i)) for i in range(3)]
@@ -128,7 +130,7 @@ def test_lookup_and_load_race_with_eviction_and_nobody_gets_what_is_not_there(
     errors: list[BaseException] = []
 
     def paced() -> bool:
-        """A few disturbances for each turn of the scheduler, whenever they come about."""
+        """Wait for a permit. The scheduler issues six permits per turn. Return whether to continue."""
         permits.acquire()
         return not done
 
@@ -166,7 +168,7 @@ def test_lookup_and_load_race_with_eviction_and_nobody_gets_what_is_not_there(
         thread.start()
     covered = 0
     try:
-        for turn in range(60):
+        for turn in range(examples(24, 60)):
             keys = prompts[turn % 3]
             permits.release(6)
             store.match(keys)

@@ -1,11 +1,12 @@
-"""A signal's handler may raise, or call the store, in the middle of a call: no call hangs, and nothing wrong is served.
+"""Tests of signal handlers that raise, or call the store, during a call: no call hangs, no wrong page is served.
 
-The signal comes from what the store calls while it changes its tables, at the very place that is to be met; where no
-exception is raised, that place calls the store itself.
+The signal is raised in a function that the store calls while it changes its tables. Some tests call the handler's
+code there directly, without a signal.
 """
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
@@ -17,13 +18,14 @@ from tests.support.pages import PATIENCE_S, SPEC, chain, read, tiers, write
 from tests.support.waiting import wait_for
 from tierstore.errors import StoreClosed
 from tierstore.store import TierStore
+from tierstore.threads import Worker
 from tierstore.types import LeaseState, Tier
 
 PAGES = 4
 
 
 def opened(path: Path) -> TierStore:
-    """A store with all of a chain on disk and in memory."""
+    """Return a store with the pages of ``chain(PAGES)`` both on disk and in memory."""
     store = TierStore.open(tiers(PAGES, PAGES, path), SPEC)
     write(store, chain(PAGES))
     store.flush()
@@ -31,7 +33,7 @@ def opened(path: Path) -> TierStore:
 
 
 def in_the_middle(store: TierStore, patch: pytest.MonkeyPatch, do: Any) -> None:
-    """Once: what a handler does while the store looks for room."""
+    """Let the store call ``do`` once, as a signal handler would be called, when it next creates a lease."""
     leasing: Any = store._directory.leases
     begin = leasing.begin
 
@@ -44,17 +46,17 @@ def in_the_middle(store: TierStore, patch: pytest.MonkeyPatch, do: Any) -> None:
 
 
 def require_all_there(path: Path) -> None:
-    """The directory is free, and all that was flushed is in it."""
+    """Assert that the directory can be opened, and that it contains all pages that were flushed."""
     with TierStore.open(tiers(PAGES, PAGES, path), SPEC) as store:
         assert read(store, chain(PAGES)) == PAGES
 
 
 class SoftTimeLimit(Exception):
-    """As task queues raise it from a handler when a task has taken too long."""
+    """An exception like those that task queues raise from a signal handler when a task takes too long."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError, SoftTimeLimit])
-def test_a_store_interrupted_in_the_middle_of_a_change_has_ended_and_its_disk_has_not(
+def test_a_store_interrupted_during_a_change_is_closed_and_its_disk_stays_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     def handler(*_: object) -> None:
@@ -75,7 +77,7 @@ def test_a_store_interrupted_in_the_middle_of_a_change_has_ended_and_its_disk_ha
     require_all_there(tmp_path)
 
 
-def test_those_who_wait_when_a_store_is_interrupted_wait_no_more(
+def test_an_interrupted_store_wakes_all_waiting_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def handler() -> None:
@@ -103,7 +105,7 @@ def test_those_who_wait_when_a_store_is_interrupted_wait_no_more(
     store.close()
 
 
-def test_a_handler_may_close_the_store_in_the_middle_of_a_call(
+def test_signal_handler_may_close_the_store_during_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -118,7 +120,7 @@ def test_a_handler_may_close_the_store_in_the_middle_of_a_call(
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_that_asks_the_store_in_the_middle_of_a_call_is_refused_and_does_not_wait_for_itself(
+def test_signal_handler_calling_the_store_during_a_call_is_refused_without_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -129,7 +131,7 @@ def test_a_handler_that_asks_the_store_in_the_middle_of_a_call_is_refused_and_do
     require_all_there(tmp_path)
 
 
-def test_a_handler_may_close_the_store_in_the_middle_of_its_close(
+def test_signal_handler_may_close_the_store_during_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path)
@@ -148,7 +150,7 @@ def test_a_handler_may_close_the_store_in_the_middle_of_its_close(
     require_all_there(tmp_path)
 
 
-def test_who_is_interrupted_while_it_only_waits_has_its_store_as_it_was(
+def test_an_interrupt_during_a_plain_wait_leaves_the_store_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def handler(*_: object) -> None:
@@ -178,3 +180,34 @@ def test_who_is_interrupted_while_it_only_waits_has_its_store_as_it_was(
         store.demote(chain(PAGES), Tier.NVME)
         wait_for(lambda: store.match(chain(PAGES)).tiers == (Tier.NVME,) * PAGES)
         store.check()
+
+
+@pytest.mark.parametrize("handler", ["raises", "closes"])
+def test_a_close_that_was_interrupted_in_any_wait_for_a_thread_can_be_called_again(
+    tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupt ``close`` with a signal handler that raises an exception or calls ``close`` itself."""
+    join = Worker.join
+
+    def interrupted_at(at: int) -> bool:
+        """Close a store, and interrupt its wait number ``at``. Return whether there is such a wait."""
+        store, waits = opened(tmp_path), itertools.count()
+
+        def wait(worker: Worker, timeout: float | None = None) -> None:
+            if next(waits) == at:
+                if handler == "raises":
+                    raise KeyboardInterrupt
+                store.close()
+            join(worker, timeout)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "join", wait)
+            try:
+                store.close()
+            except KeyboardInterrupt:
+                store.close()
+        require_all_there(tmp_path)
+        return next(waits) > at + 1
+
+    met = list(itertools.takewhile(interrupted_at, itertools.count()))
+    assert len(met) >= 4, "the pump's, the writer's, those of the copies and of the readers"

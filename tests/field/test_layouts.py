@@ -1,4 +1,4 @@
-"""A page is its bytes in its own layout, dtype and groups: nothing is read as what it is not."""
+"""Tests that pages keep their bytes in every layout, dtype and KV group, and are never read as other pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ Views = Callable[[PageSpec, torch.dtype], tuple[list[torch.Tensor], str, Callabl
 def planes_first(
     spec: PageSpec, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], str, Callable[..., torch.Tensor]]:
-    """``[2, N, ...]``: FlashAttention's order."""
+    """Create tensors ``[2, N, ...]``, as in FlashAttention.
+
+    Returns:
+        The tensor of each layer, their layout, and a function that returns a view of a slot in a layer.
+    """
     layers, planes, tokens, heads, dim = spec.shape
     made = [torch.zeros(planes, SLOTS, tokens, heads, dim, dtype=dtype) for _ in range(layers)]
     return made, "KBNHD", lambda slot, i: made[i][:, slot]
@@ -35,7 +39,7 @@ def planes_first(
 def blocks_first(
     spec: PageSpec, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], str, Callable[..., torch.Tensor]]:
-    """``[N, 2, ...]``: FlashInfer's order."""
+    """Create tensors ``[N, 2, ...]``, as in FlashInfer. Returns the same as ``planes_first``."""
     layers, planes, tokens, heads, dim = spec.shape
     made = [torch.zeros(SLOTS, planes, tokens, heads, dim, dtype=dtype) for _ in range(layers)]
     return made, "BKNHD", lambda slot, i: made[i][slot]
@@ -44,7 +48,7 @@ def blocks_first(
 def heads_before_tokens_with_gaps(
     spec: PageSpec, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], str, Callable[..., torch.Tensor]]:
-    """Permuted strides, every other block of a larger storage, behind an offset."""
+    """Create tensors with permuted strides. They use every other block of a larger storage, starting at an offset."""
     layers, planes, tokens, heads, dim = spec.shape
     count = 2 * SLOTS * heads * planes * tokens * dim
     storages = [torch.zeros(7 + count, dtype=dtype) for _ in range(layers)]
@@ -65,8 +69,8 @@ def one_tensor_layers_last(
     "views", [planes_first, blocks_first, heads_before_tokens_with_gaps, one_tensor_layers_last]
 )
 @pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
-def test_pages_of_every_dtype_come_back_in_every_layout_byte_for_byte(views: Views, dtype: str) -> None:
-    # F074: FP8 was the one that broke; slots beside the page's stay as they were
+def test_pages_of_every_dtype_are_read_back_in_every_layout_byte_for_byte(views: Views, dtype: str) -> None:
+    # F074: reported for FP8. The slots beside those of the pages must not change.
     spec = replace(SPEC, dtype=dtype)
     tensors, letters, layer_of = views(spec, getattr(torch, dtype))
     bench = open_bench(tiers(SLOTS, 8, hbm_more=ENGINE, page_nbytes=spec.page_nbytes), spec)
@@ -98,7 +102,7 @@ def test_pages_of_every_dtype_come_back_in_every_layout_byte_for_byte(views: Vie
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_the_order_of_planes_and_blocks_is_declared_and_never_guessed_from_the_shape(slots: int) -> None:
-    # F074: with two slots [2, N, ...] and [N, 2, ...] have one shape
+    # F074: with two slots, [2, N, ...] and [N, 2, ...] have the same shape
     layers, planes, tokens, heads, dim = SPEC.shape
     tensors = [torch.zeros(2, slots, tokens, heads, dim, dtype=torch.float16) for _ in range(layers)]
     with TierStore.open(tiers(8, 8, hbm_more=ENGINE), SPEC) as store:
@@ -122,7 +126,7 @@ def test_the_order_of_planes_and_blocks_is_declared_and_never_guessed_from_the_s
 
 
 def test_slots_that_share_memory_are_refused() -> None:
-    # F074: an expanded tensor has the right shape, and a copy into one slot would be a copy into all
+    # F074: an expanded tensor has the right shape, but a copy into one slot would overwrite all slots
     layers, planes, tokens, heads, dim = SPEC.shape
     one = torch.zeros(1, layers, planes, tokens, heads, dim, dtype=torch.float16)
     with (
@@ -134,7 +138,7 @@ def test_slots_that_share_memory_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["inference", "requires grad"])
 def test_tensors_made_in_inference_mode_or_that_require_grad_are_loaded_into_like_others(kind: str) -> None:
-    # F074: torch refuses in-place writes to both of them outside their mode
+    # F074: torch rejects in-place writes to such tensors outside inference mode or no_grad
     shape = (SLOTS, *SPEC.shape)
     with torch.inference_mode(kind == "inference"):
         whole = torch.zeros(shape, dtype=torch.float16, requires_grad=kind == "requires grad")
@@ -179,7 +183,7 @@ MODELS = {
 def test_groups_of_different_shapes_and_dtypes_keep_their_own_geometry_in_every_tier(
     tmp_path: Path, model: str, tier: Tier
 ) -> None:
-    # F076; and after a reopen
+    # F076: also after a reopen
     groups = MODELS[model]
     nbytes = sum(spec.page_nbytes for spec in groups)
     config = tiers(4, 4, tmp_path, page_nbytes=nbytes, nvme_pages=20)
@@ -212,8 +216,8 @@ def test_groups_of_different_shapes_and_dtypes_keep_their_own_geometry_in_every_
 
 
 def test_groups_of_different_page_sizes_are_refused_by_name() -> None:
-    # F076: they come later, as keys of their own; until then never as one shape for all
-    with pytest.raises(ConfigError, match=r"KV groups must have the same page_size, got \[4, 16\]"):
+    # F076: such groups would need keys of their own. They must not be treated as groups of one page size.
+    with pytest.raises(ConfigError, match=r"KV groups must have the same page_size, got 4, 16"):
         TierStore.open(tiers(4, 4), (group(0), group(1, page_size=16)))
 
 

@@ -1,5 +1,7 @@
-"""Field reports, K15: LMDB's map is full under readers, its readers' table is full of the dead, a process forks, a path
-is opened twice.
+"""Tests of LMDB's limits (docs/field-reports.md, kind K15).
+
+They cover a map that is full while others read it, a reader table full of killed readers, a fork of the process, and
+a path that is opened twice.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from time import monotonic
 
 import pytest
 
-from tests.field.killing import CHECKOUT
 from tests.nvme.rig import Rig, data_file, writer_of
+from tests.support.forked import CHECKOUT
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -44,7 +46,7 @@ LMDB = {"payload": "lmdb"}
 
 @contextmanager
 def looking_in(home: Path, what: str) -> Iterator[subprocess.Popen[str]]:
-    """Another program with read transactions in the store's environment; killed at the end if it is still there."""
+    """Run ``lmdb_reader`` on the store's environment, with ``what`` as its second argument. Kill it at the end."""
     command = [
         sys.executable,
         "-m",
@@ -79,8 +81,8 @@ def send_down(store: TierStore, names: list[str]) -> None:
     assert store.drain(PATIENCE_S)
 
 
-def test_a_full_map_is_not_grown_under_those_who_read_it_in_this_process_and_another(tmp_path: Path) -> None:
-    # F081: set_mapsize under a view of another transaction is a signal
+def test_a_full_map_is_not_grown_while_others_read_it_in_this_process_or_another(tmp_path: Path) -> None:
+    # F081: calling set_mapsize while a transaction reads the map would crash the process
     with TierStore.open(tiers(16, 16, tmp_path, nvme_pages=60, nvme_more=LMDB), SPEC) as store:
         send_down(store, ["kept"])
         size = nvme(store)["map_nbytes"]
@@ -100,7 +102,7 @@ def test_a_full_map_is_not_grown_under_those_who_read_it_in_this_process_and_ano
             assert heard(other) > 0
             for thread in threads:
                 thread.start()
-            for i in range(200):  # several times what the map holds
+            for i in range(200):  # several times the capacity of the map
                 write(store, chain(2, f"{i}"))
             store.flush()
             over.set()
@@ -115,7 +117,7 @@ def test_a_full_map_is_not_grown_under_those_who_read_it_in_this_process_and_ano
         require_nothing_held(store)
 
 
-def test_two_hundred_readers_at_once_take_as_many_places_as_the_tier_has_threads(tmp_path: Path) -> None:
+def test_two_hundred_readers_take_one_lmdb_slot_per_tier_thread(tmp_path: Path) -> None:
     # F082
     names = [f"{i}" for i in range(40)]
     with TierStore.open(tiers(64, 16, tmp_path, nvme_pages=200, nvme_more=LMDB), SPEC) as store:
@@ -139,8 +141,8 @@ def test_two_hundred_readers_at_once_take_as_many_places_as_the_tier_has_threads
         require_nothing_held(store)
 
 
-def test_readers_that_were_killed_cost_no_page_no_room_and_no_reopen(tmp_path: Path) -> None:
-    # F082: twenty, and one that held every place there is
+def test_killed_readers_lose_no_page_and_no_space_and_need_no_reopen(tmp_path: Path) -> None:
+    # F082: twenty readers, and one that fills the reader table
     names = [f"{i}" for i in range(10)]
     config = tiers(8, 8, tmp_path, nvme_pages=60, nvme_more=LMDB)
     with TierStore.open(config, SPEC) as store:
@@ -152,7 +154,7 @@ def test_readers_that_were_killed_cost_no_page_no_room_and_no_reopen(tmp_path: P
             assert heard(other) > 0
         for name in names:
             assert read(store, chain(2, name)) == 2
-        for i in range(100):  # room that the dead would keep
+        for i in range(100):  # needs the space that killed readers could keep
             write(store, chain(2, f"new{i}"))
         store.flush()
         assert nvme(store)["state"] == "ok"
@@ -163,8 +165,8 @@ def test_readers_that_were_killed_cost_no_page_no_room_and_no_reopen(tmp_path: P
         assert read(store, chain(2, "new99")) == 2
 
 
-def test_a_reader_that_was_killed_keeps_no_room_from_a_tier_that_only_writes(tmp_path: Path) -> None:
-    # F082: LMDB keeps what a reader may still see, and takes a dead one for a slow one
+def test_killed_reader_keeps_no_space_from_a_write_only_tier(tmp_path: Path) -> None:
+    # F082: LMDB keeps what a reader may still see, and cannot tell a killed reader from a slow one
     rig = Rig(tmp_path, payload="lmdb", fingerprint=SPEC.fingerprint)
     numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes)
     assert rig.write(numbers).ok
@@ -178,14 +180,18 @@ def test_a_reader_that_was_killed_keeps_no_room_from_a_tier_that_only_writes(tmp
 
 
 def churn(rig: Rig, numbers: range, version: int) -> Ack:
-    """Replace every page: it needs the room of those before it."""
+    """Replace every page with a new version, which needs the space of the old one."""
     rig.erase(numbers)
     return rig.write(numbers, version)
 
 
 @contextmanager
 def full_under_a_reader(rig: Rig, numbers: range) -> Iterator[tuple[subprocess.Popen[str], Ack]]:
-    """Another program holds a read transaction, and a write has failed for the room that it holds."""
+    """Let another program hold a read transaction, and replace pages until a write fails because the map is full.
+
+    Yields:
+        The other process, and the ack of the failed write.
+    """
     with looking_in(rig.home, "1") as other:
         assert heard(other) == 1
         for version in range(1, 10):
@@ -231,7 +237,7 @@ def test_a_batch_that_finds_the_map_full_is_kept_until_the_other_program_ends(tm
         assert heard(other) == 1
         writer_of(rig.tier).room_patience_s = PATIENCE_S
         writes = []
-        for version in range(21, 25):  # more than the map holds
+        for version in range(21, 25):  # more than fits into the map
             rig.erase(numbers)
             writes.append(rig.submit_write(numbers, version))
     assert all(rig.ack(write).ok for write in writes)
@@ -265,10 +271,10 @@ def test_pages_that_a_full_map_keeps_off_the_disk_stay_in_memory(tmp_path: Path)
         require_nothing_held(store)
 
 
-def test_while_other_programs_hold_every_place_pages_are_misses_and_keep_their_records(
+def test_with_a_full_reader_table_pages_are_misses_and_keep_their_records(
     tmp_path: Path,
 ) -> None:
-    # F082: their own fault, but no page is lost for it
+    # F082: other programs cause this, but the store must not lose a page because of it
     with TierStore.open(tiers(8, 8, tmp_path, nvme_more=LMDB), SPEC) as store:
         send_down(store, ["below"])
         with looking_in(tmp_path, "all") as other:
@@ -281,7 +287,7 @@ def test_while_other_programs_hold_every_place_pages_are_misses_and_keep_their_r
 
 
 def child_of(store: TierStore, config: StoreConfig, home: Path, answer: Connection) -> None:
-    """What a forked child gets from its parent's store, and from one of its own on the same path."""
+    """In a forked child, use the parent's store, open another on the same path, and send the errors to ``answer``."""
     said = []
     for call in (store.stats, lambda: store.acquire(chain(2)), lambda: TierStore.open(config, SPEC)):
         try:
@@ -293,7 +299,7 @@ def child_of(store: TierStore, config: StoreConfig, home: Path, answer: Connecti
     answer.close()
 
 
-def test_a_child_by_multiprocessing_is_refused_and_the_parent_goes_on(tmp_path: Path) -> None:
+def test_a_child_by_multiprocessing_is_refused_and_the_parent_continues(tmp_path: Path) -> None:
     # F084: MDB_BAD_RSLOT
     config = tiers(8, 8, tmp_path, nvme_more=LMDB)
     with TierStore.open(config, SPEC) as store:
@@ -303,16 +309,15 @@ def test_a_child_by_multiprocessing_is_refused_and_the_parent_goes_on(tmp_path: 
             target=child_of, args=(store, config, tmp_path, there)
         )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # newer Pythons warn of forking beside threads
+            # newer Pythons warn about a fork with several threads
+            warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         there.close()
         assert here.poll(PATIENCE_S)
         used, acquired, opened = here.recv()
         child.join(PATIENCE_S)
         assert child.exitcode == 0
-        assert used.startswith("StoreClosed: this store belongs to process")
+        assert used.startswith("StoreClosed: the store belongs to process")
         assert acquired.startswith("StoreClosed: ")
         assert opened.startswith("ConfigError: nvme.path is")
         assert f"in use by process {os.getpid()}" in opened

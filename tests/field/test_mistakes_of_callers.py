@@ -1,4 +1,4 @@
-"""A caller's mistake, or a device that fails under it, costs that call and nothing else: no slot, no pin, no store."""
+"""Tests that a caller's mistake or a failing device affects only that call, and that no slot or pin is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.types import Hint, HintResult, LeaseState, PageKey, Tier
 
 
 class Broken:
-    """An event of a device that fails: not there yet at first, then lost."""
+    """A device event that fails: the first ``asked`` queries return False, and all later ones raise an error."""
 
     def __init__(self, asked: int) -> None:
         self._asked = asked
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[TierStore, Any], object]] = {
 
 @pytest.mark.parametrize("strange", [None, [], bytearray(36), 7, "key"], ids=repr)
 @pytest.mark.parametrize("call", CALLS)
-def test_what_is_no_page_key_anywhere_in_a_list_is_refused_and_nothing_changes(
+def test_an_invalid_page_key_anywhere_in_a_list_is_refused_and_changes_nothing(
     call: str, strange: object
 ) -> None:
     with TierStore.open(tiers(40, 40), SPEC) as store:
@@ -66,12 +66,12 @@ def test_what_is_no_page_key_anywhere_in_a_list_is_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize("strange", [None, [], bytearray(36), chain(1)], ids=repr)
-def test_a_hint_of_what_is_no_page_key_is_refused_before_the_store_sees_it(strange: Any) -> None:
+def test_a_hint_with_an_invalid_page_key_is_refused_before_the_store_sees_it(strange: Any) -> None:
     with pytest.raises(ValueError, match="page keys"):
         Hint("r", 1, (*chain(2), strange), "retain")
 
 
-def test_a_list_of_keys_that_goes_on_after_its_hint_retains_nothing_for_ever() -> None:
+def test_a_list_of_keys_that_grows_after_its_hint_retains_nothing_forever() -> None:
     with TierStore.open(tiers(2, None), SPEC) as store:
         keys: Any = chain(1)
         other = chain(2, "other")
@@ -86,7 +86,7 @@ def test_a_list_of_keys_that_goes_on_after_its_hint_retains_nothing_for_ever() -
 
 
 @pytest.mark.parametrize("strange", [5, "now", object()], ids=["5", "now", "object"])
-def test_what_cannot_be_asked_whether_it_has_happened_is_refused_and_no_slot_is_lost(strange: Any) -> None:
+def test_non_event_object_is_refused_and_no_slot_is_lost(strange: Any) -> None:
     with TierStore.open(tiers(4, 4), SPEC) as store:
         keys = chain(2)
         write(store, keys)
@@ -103,7 +103,7 @@ def test_what_cannot_be_asked_whether_it_has_happened_is_refused_and_no_slot_is_
 
 
 @pytest.mark.parametrize("asked", [0, 1, 3])
-def test_pages_whose_writer_is_lost_with_its_device_are_missing_and_their_slots_are_had_again(
+def test_pages_whose_writer_failed_with_its_device_are_missing_and_their_slots_are_reused(
     asked: int,
 ) -> None:
     with TierStore.open(tiers(4, 4), SPEC) as store:
@@ -122,7 +122,7 @@ def test_pages_whose_writer_is_lost_with_its_device_are_missing_and_their_slots_
         require_nothing_held(store)
 
 
-def test_a_page_put_again_by_a_writer_that_is_lost_is_still_the_one_below() -> None:
+def test_page_put_again_by_a_failed_writer_is_read_from_the_copy_below() -> None:
     with TierStore.open(tiers(2, 4), SPEC) as store:
         keys = chain(2)
         write(store, keys)
@@ -138,7 +138,7 @@ def test_a_page_put_again_by_a_writer_that_is_lost_is_still_the_one_below() -> N
 
 
 @pytest.mark.parametrize("asked", [0, 1, 3])
-def test_slots_and_leases_whose_last_reader_is_lost_with_its_device_are_given_back(asked: int) -> None:
+def test_slots_and_leases_whose_last_reader_failed_with_its_device_are_released(asked: int) -> None:
     with TierStore.open(tiers(4, 4), SPEC) as store:
         keys = chain(2)
         write(store, keys)
@@ -153,7 +153,7 @@ def test_slots_and_leases_whose_last_reader_is_lost_with_its_device_are_given_ba
         require_nothing_held(store)
 
 
-def test_a_lost_event_holds_up_no_other_one() -> None:
+def test_failed_event_delays_no_other_event() -> None:
     with TierStore.open(tiers(4, 4), SPEC, pump=False) as store:
         happens, waits = ManualEvent(), ManualEvent()
         keys = chain(2)
@@ -172,7 +172,7 @@ def test_a_lost_event_holds_up_no_other_one() -> None:
 
 
 @pytest.mark.parametrize("asked", [0, 1, 3])
-def test_an_engine_gets_slots_back_whose_writer_is_lost_and_no_page_is_made_of_them(asked: int) -> None:
+def test_slots_whose_writer_failed_are_returned_to_the_engine_and_become_no_pages(asked: int) -> None:
     source: dict[str, object] = {
         "hbm": {"owner": "engine", "device": "cpu"},
         "host": {"capacity": 4 * SPEC.page_nbytes, "pin": "never"},

@@ -1,4 +1,4 @@
-"""Costs that must not grow with the store, counted in lines run, not in time; and work that must not be wasted."""
+"""Tests that costs, counted in executed lines, do not grow with the size of the store, and that no work is wasted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW, MANY = 128, 2048
 
 
 def lines_run(act: Callable[[], object]) -> int:
-    """Lines of the product that ``act`` runs on this thread; every turn of a loop in Python counts."""
+    """Return how many lines of the product ``act`` executes on this thread. Each iteration of a loop counts."""
     lines = 0
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
@@ -55,7 +55,14 @@ def lines_run(act: Callable[[], object]) -> int:
 
 
 def full_bench(pages: int, shape: str, tmp_path: Path, *, pinned: bool) -> tuple[Bench, list[Lease]]:
-    """HBM, and what is below, full of ``pages`` pages, all under one lease or none."""
+    """Return a store whose tiers are full, and a list with one lease.
+
+    Args:
+        pages: Number of slots per tier, and of pages.
+        shape: The lowest tier: "hbm", "host" or "nvme".
+        tmp_path: Where the NVMe tier stores its files.
+        pinned: Whether the lease pins all pages. Otherwise it pins none.
+    """
     nvme = tmp_path / str(pages) if shape == "nvme" else None
     bench = open_bench(tiers(pages, None if shape == "hbm" else pages, nvme, nvme_pages=pages), SPEC)
     lease = bench.store.acquire(())
@@ -91,7 +98,7 @@ CALLS: dict[str, Callable[[TierStore], object]] = {
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
 def test_no_call_walks_the_pages_of_a_full_store(shape: str, pinned: bool, tmp_path: Path) -> None:
-    # F086: most of all the search for a victim where none can go
+    # F086: in particular the search for a page to evict, if all are pinned
     costs: list[dict[str, int]] = []
     for pages in (FEW, MANY):
         bench, leases = full_bench(pages, shape, tmp_path, pinned=pinned)
@@ -119,7 +126,7 @@ def test_no_call_walks_the_open_leases(deadline_s: float | None) -> None:
     assert {name: many[name] for name in CALLS if many[name] > 1.5 * few[name] + 100} == {}
 
 
-def test_a_put_of_many_pages_costs_the_same_for_each_however_full_the_store_is(tmp_path: Path) -> None:
+def test_cost_per_put_page_does_not_depend_on_how_full_the_store_is(tmp_path: Path) -> None:
     # F086
     def cost_of_a_turnover(pages: int) -> int:
         bench, leases = full_bench(pages, "hbm", tmp_path, pinned=False)
@@ -132,13 +139,13 @@ def test_a_put_of_many_pages_costs_the_same_for_each_however_full_the_store_is(t
     assert cost_of_a_turnover(MANY) < 1.5 * cost_of_a_turnover(FEW) + 100
 
 
-# -- F088: pages that leave faster than the tier below takes them ------------------------------------------------
+# -- F088: pages that are put faster than the lower tiers can store them -----------------------------------------
 
 
-def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_the_rest_is_told(
+def test_an_engine_faster_than_the_lower_tiers_keeps_some_pages_and_counts_the_rest(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # F088: each turn fills all slots of the engine, HOST has room for fewer
+    # F088: each turn fills all slots of the engine, and HOST has fewer slots
     engine = page_major()
     bench = open_bench(tiers(SLOTS, 4, hbm_more={"owner": "engine"}), SPEC)
     bench.store.register(engine.pages)
@@ -154,14 +161,14 @@ def test_an_engine_that_turns_over_faster_than_its_pages_drain_keeps_some_and_th
     dropped = [counter(bench.store, "dropped_copies", why) for why in ("HOST,capacity", "HBM,no_room")]
     assert kept > 0
     assert kept + sum(dropped) == 10 * SLOTS
-    assert bool(dropped[1]) == ("pages come faster than the tiers below take them" in caplog.text)
+    assert bool(dropped[1]) == ("pages are put faster than the lower tiers can store them" in caplog.text)
     bench.close()
 
 
-def test_pages_dropped_before_they_could_be_saved_are_counted_and_told_once(
+def test_pages_dropped_before_they_could_be_saved_are_counted_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F088: the disk takes pages and stands still; every put drops some that nobody saved
+    # F088: the disk hangs, so that every put drops pages that were not saved
     monkeypatch.setattr("tierstore.directory.eviction.STALL_S", 0.0)
     bench = open_bench(tiers(4, 4, tmp_path), SPEC)
     bench.records.hold((Tier.HOST, Tier.NVME))
@@ -169,14 +176,14 @@ def test_pages_dropped_before_they_could_be_saved_are_counted_and_told_once(
         write(bench.store, chain(2, str(turn)))
     assert bench.store.match(chain(2, "11")).num_pages == 2
     assert counter(bench.store, "dropped_copies", "HBM,capacity") > 0
-    told = [r for r in caplog.records if "pages come faster than the tiers below take them" in r.message]
+    told = [
+        r for r in caplog.records if "pages are put faster than the lower tiers can store them" in r.message
+    ]
     assert len(told) == 1
     bench.close()
 
 
-def test_a_turnover_that_is_saved_in_time_warns_of_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_eviction_of_saved_pages_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # F088
     with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
         for turn in range(20):
@@ -190,8 +197,8 @@ def test_a_turnover_that_is_saved_in_time_warns_of_nothing(
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
-def test_room_of_scattered_victims_is_room_for_as_many_pages(tmp_path: Path, tier: Tier) -> None:
-    # F090: every other page goes; a page is one slot or one record, so nothing stays behind half empty
+def test_space_of_scattered_victims_fits_the_same_number_of_pages(tmp_path: Path, tier: Tier) -> None:
+    # F090: every other page is evicted. A page is one slot or one record, so no space is partly used.
     bench = open_bench(tiers(64, 64, tmp_path / "disk", nvme_pages=64), SPEC)
     store = bench.store
     old = [chain(1, f"old{i}")[0] for i in range(48)]
@@ -213,7 +220,7 @@ def test_room_of_scattered_victims_is_room_for_as_many_pages(tmp_path: Path, tie
     bench.close()
 
 
-# -- F091: what is written to the disk --------------------------------------------------------------------------
+# -- F091: bytes written to the disk ----------------------------------------------------------------------------
 
 
 def test_bytes_written_to_the_disk_are_a_metric_and_a_page_is_written_once(tmp_path: Path) -> None:
@@ -236,8 +243,8 @@ def test_bytes_written_to_the_disk_are_a_metric_and_a_page_is_written_once(tmp_p
         assert 'tierstore_transfer_bytes_total{dst="NVME",src="HOST"}' in store.metrics.text()
 
 
-def test_with_second_hit_pages_seen_once_cost_the_disk_nothing(tmp_path: Path) -> None:
-    # F091: three quarters of the pages of a chat trace are seen once; here too
+def test_with_second_hit_pages_seen_once_are_not_written_to_disk(tmp_path: Path) -> None:
+    # F091: three quarters of the pages are used only once, as in a chat trace
     written = {}
     for admission in ("all", "second_hit"):
         config = tiers(8, 8, tmp_path / admission, nvme_more={"admission": admission})
@@ -252,12 +259,12 @@ def test_with_second_hit_pages_seen_once_cost_the_disk_nothing(tmp_path: Path) -
     assert 0 < written["second_hit"] <= written["all"] / 2
 
 
-# -- F093: what was read from the disk --------------------------------------------------------------------------
+# -- F093: pages that were read from the disk -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_pages_loaded_from_the_disk_are_served_by_host_from_then_on(tmp_path: Path, rounds: int) -> None:
-    # F093: the disk is read once, however often HBM is emptied in between
+    # F093: the disk is read once, however often HBM is emptied
     with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
         keys = chain(3)
         write(store, keys)

@@ -1,4 +1,4 @@
-"""Requests that no well-behaved engine makes, directories that move: what comes back is right, nothing is lost."""
+"""Tests of requests that no well-behaved engine makes, and of directories moved or deleted while in use."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def test_a_key_named_twice_in_a_put_is_one_page_and_the_second_slot_is_free_agai
 
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
-def test_a_key_named_several_times_in_an_acquire_is_loaded_once_and_held_as_often(
-    tmp_path: Path, tier: Tier
-) -> None:
+def test_key_repeated_in_an_acquire_is_loaded_once_and_pinned_each_time(tmp_path: Path, tier: Tier) -> None:
     with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
         first, second = chain(2)
         write(store, [first, second])
@@ -73,7 +71,7 @@ def test_a_key_named_twice_is_demoted_and_saved_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", [None, 2])
 @pytest.mark.parametrize("pages", [None, 4])
-def test_pages_that_follow_each_other_in_a_ring_make_room_like_others(
+def test_pages_whose_parents_form_a_ring_are_evicted_like_others(
     tmp_path: Path, host: int | None, pages: int | None
 ) -> None:
     config = tiers(3, host, None if pages is None else tmp_path, nvme_pages=pages or 1)
@@ -96,7 +94,7 @@ def write_to(store: TierStore, key: PageKey) -> list[int]:
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1, 1e-9])
-def test_a_deadline_that_has_passed_still_gives_what_is_in_hbm_and_nothing_else(
+def test_a_deadline_that_has_passed_still_returns_pages_in_hbm_and_no_others(
     tmp_path: Path, deadline_s: float
 ) -> None:
     with TierStore.open(tiers(4, 4, tmp_path), SPEC) as store:
@@ -114,7 +112,7 @@ def test_a_deadline_that_has_passed_still_gives_what_is_in_hbm_and_nothing_else(
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_a_directory_that_is_moved_under_its_store_goes_on_and_is_still_held(
+def test_a_directory_that_is_moved_under_its_store_works_and_stays_locked(
     tmp_path: Path, payload: str
 ) -> None:
     old, new, more = tmp_path / "old", tmp_path / "new", {"payload": payload}
@@ -133,7 +131,7 @@ def test_a_directory_that_is_moved_under_its_store_goes_on_and_is_still_held(
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_a_store_whose_directory_was_deleted_harms_nobody_who_made_another_there(
+def test_a_store_whose_directory_was_deleted_does_not_touch_a_new_one_in_its_place(
     tmp_path: Path, payload: str
 ) -> None:
     config = tiers(4, 4, tmp_path / "d", nvme_more={"payload": payload})
@@ -157,9 +155,7 @@ def test_a_store_whose_directory_was_deleted_harms_nobody_who_made_another_there
 
 
 @pytest.mark.parametrize("payload", ["lmdb", "extents"])
-def test_a_copy_of_a_directory_made_while_it_is_used_serves_what_is_whole_in_it(
-    tmp_path: Path, payload: str
-) -> None:
+def test_a_copy_of_a_directory_in_use_serves_only_its_intact_pages(tmp_path: Path, payload: str) -> None:
     keys, more = chain(8), {"payload": payload}
     with TierStore.open(tiers(4, 4, tmp_path / "a", nvme_more=more), SPEC) as store:
         write_each(store, keys)
@@ -172,7 +168,7 @@ def test_a_copy_of_a_directory_made_while_it_is_used_serves_what_is_whole_in_it(
         assert [read(store, [key]) for key in keys] == [1] * 8
 
 
-def test_a_relative_path_is_where_it_was_when_the_configuration_was_read(
+def test_relative_path_is_resolved_when_the_configuration_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""Whatever a copy reads or writes stays what it is until it has ended: no eviction, no cancel, no clock ends it."""
+"""Tests that slots and records stay in use until their copies end, despite evictions, cancels and timeouts."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def gate_of(bench: Bench, lane: Lane) -> Gate:
 
 
 def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
-    """The pages are in this tier and in none above."""
+    """Put pages and move them down, so that they are in ``tier`` and in no tier above it."""
     write(store, keys)
     store.demote(keys, tier)
     assert store.drain(PATIENCE_S)
     assert store.match(keys).tiers == (tier,) * len(keys)
 
 
-def test_host_does_not_give_up_the_pages_it_would_drop_next_while_they_are_loaded(bench: Bench) -> None:
-    # F022: the oldest pages of a full HOST, saved below, wanted by its evictor, and their load stands still
+def test_host_keeps_its_next_victims_while_they_are_loaded(bench: Bench) -> None:
+    # F022: the pages would be evicted next from a full HOST, and their load is held back
     store, keys = bench.store, chain(2)
     write_down(store, keys, Tier.HOST)
     store.flush()
@@ -69,7 +69,7 @@ def test_host_does_not_give_up_the_pages_it_would_drop_next_while_they_are_loade
     for key in others:
         write(store, [key])
         store.flush()
-    assert sum(Tier.HOST in where(store, key) for key in others) == 2  # what the two others left of HOST
+    assert sum(Tier.HOST in where(store, key) for key in others) == 2  # the other two slots of HOST
     assert [where(store, key)[Tier.HOST] for key in keys] == ["ready", "ready"]
     assert lease.wait(0.0) is LeaseState.PENDING
     bench.copies.open()
@@ -80,14 +80,12 @@ def test_host_does_not_give_up_the_pages_it_would_drop_next_while_they_are_loade
     for key in others[-4:]:
         assert read(store, [key]) == 1
         store.flush()
-    assert any(Tier.HOST not in where(store, key) for key in keys)  # and now it may go
+    assert any(Tier.HOST not in where(store, key) for key in keys)  # now they can be evicted
 
 
 @pytest.mark.parametrize("host", [4, None])
-def test_the_disk_does_not_give_up_the_records_it_would_drop_next_while_they_are_read(
-    tmp_path: Path, host: int | None
-) -> None:
-    # F022: the same one tier down
+def test_disk_keeps_its_next_victims_while_they_are_read(tmp_path: Path, host: int | None) -> None:
+    # F022: the same, one tier lower
     up = UP if host else (Tier.NVME, Tier.HBM)
     bench = open_bench(tiers(4, host, tmp_path, nvme_pages=6), SPEC)
     store, keys = bench.store, chain(2)
@@ -99,7 +97,7 @@ def test_the_disk_does_not_give_up_the_records_it_would_drop_next_while_they_are
     for i in range(turnover):
         write(store, chain(1, f"other{i}"))
         store.flush()
-    assert tier_stats(store, Tier.NVME)["resident"] < turnover  # it had to drop others
+    assert tier_stats(store, Tier.NVME)["resident"] < turnover  # other records had to be evicted
     bench.records.open()
     assert lease.wait(PATIENCE_S) is LeaseState.READY
     assert lease.num_pages == 2
@@ -147,7 +145,7 @@ def _come_too_late(store: TierStore, lease: Lease) -> None:
 def test_a_cancelled_load_writes_nothing_but_its_own_slots(
     bench: Bench, lane: Lane, cancel: Callable[[TierStore, Lease], None]
 ) -> None:
-    # F024: queued behind a blocked worker, cancelled, its slots asked for by others, and only then it runs
+    # F024: the load is held back and cancelled, other pages take all free slots, and only then the load runs
     store, keys = bench.store, chain(2)
     write_down(store, keys, lane[0])
     gate_of(bench, lane).hold(lane)
@@ -173,7 +171,7 @@ def test_a_cancelled_load_writes_nothing_but_its_own_slots(
 
 
 def _fill_host(bench: Bench) -> list[PageKey]:
-    """Puts pages of others into whatever slots HOST still has, through HBM slots that are still to be had."""
+    """Copy other pages into all free slots of HOST, if HBM has a free slot to copy them from. Return their keys."""
     keys: list[PageKey] = []
     with suppress(CapacityError):
         while bench.directory.residency.tables[Tier.HOST].free:
@@ -186,7 +184,7 @@ def _fill_host(bench: Bench) -> list[PageKey]:
 
 
 def _require_right_in_host(bench: Bench, keys: list[PageKey]) -> None:
-    """Those of the pages that HOST still has are right, byte for byte."""
+    """Assert that the pages still in HOST have the expected content, byte for byte."""
     arena, copies = bench.parts.arena, bench.directory.residency.tables[Tier.HOST].copies
     assert arena is not None
     for key in keys:
@@ -196,7 +194,7 @@ def _require_right_in_host(bench: Bench, keys: list[PageKey]) -> None:
 
 
 def _take_all_free_slots(store: TierStore) -> tuple[list[PageKey], list[int]]:
-    """Every HBM slot that can be had, each filled with a page."""
+    """Allocate all available HBM slots and fill each with a page. Return the keys and the slots."""
     owned: list[int] = []
     with suppress(CapacityError):
         while True:
@@ -211,7 +209,7 @@ def _take_all_free_slots(store: TierStore) -> tuple[list[PageKey], list[int]]:
 def test_a_load_is_protected_however_long_it_takes(
     bench: Bench, lane: Lane, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F026: the clock jumps by days while the copy stands still and others want its slots; one page, and several
+    # F026: the clock jumps by days while the copy is held back and other pages need slots
     store, keys = bench.store, chain(number)
     write_down(store, keys, lane[0])
     if lane == IN:
@@ -239,7 +237,7 @@ def test_a_load_is_protected_however_long_it_takes(
 
 
 @pytest.mark.parametrize("lane", [OUT, DOWN])
-def test_a_page_asked_for_while_it_is_written_below_is_whole_or_missing(bench: Bench, lane: Lane) -> None:
+def test_page_requested_while_written_below_is_whole_or_missing(bench: Bench, lane: Lane) -> None:
     # F028
     store, keys = bench.store, chain(3)
     above = lane[0]
@@ -264,8 +262,8 @@ def test_a_page_asked_for_while_it_is_written_below_is_whole_or_missing(bench: B
     assert read(store, keys) in (0, 3)
 
 
-def test_a_page_computed_anew_while_its_old_record_is_written_and_erased_is_right(bench: Bench) -> None:
-    # F028: write, erase and write of one key stand in the disk's queue
+def test_a_page_computed_again_while_its_old_record_is_written_and_erased_is_right(bench: Bench) -> None:
+    # F028: a write, an erase and another write of one key are in the disk's queue
     store, keys = bench.store, chain(2)
     write(store, keys)
     assert store.drain(PATIENCE_S)

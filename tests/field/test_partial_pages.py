@@ -1,4 +1,4 @@
-"""What the engine holds already is never written; partial pages have no key; page sizes are the spec's everywhere."""
+"""Tests that loads do not overwrite pages in HBM, partial pages have no key, and page sizes are checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POISON = 7
 def test_pages_resident_in_hbm_are_not_written_by_the_load_of_the_rest(
     tmp_path: Path, tier: Tier, held: int
 ) -> None:
-    # F058: poison in the resident part survives the load of the pages after it
+    # F058: other bytes in the resident pages survive the load of the later pages
     with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
         keys = chain(4)
         write(store, keys)
@@ -46,8 +46,8 @@ def test_pages_resident_in_hbm_are_not_written_by_the_load_of_the_rest(
 
 
 @pytest.mark.parametrize("held", [1, 3])
-def test_an_engine_that_holds_the_beginning_loads_the_rest_and_keeps_its_own(held: int) -> None:
-    # F058: the engine asks from the first page it lacks; no other slot of its tensors is touched
+def test_engine_holding_the_prefix_loads_only_the_rest(held: int) -> None:
+    # F058: the engine acquires pages from its first missing page on, and no other slot is touched
     engine = page_major()
     bench = open_bench(tiers(SLOTS, 8, hbm_more=ENGINE), SPEC)
     bench.store.register(engine.pages)
@@ -68,8 +68,8 @@ def test_an_engine_that_holds_the_beginning_loads_the_rest_and_keeps_its_own(hel
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 7, 8, 11])
-def test_tokens_of_a_partial_page_have_no_key_and_are_neither_found_nor_in_the_way(tokens: int) -> None:
-    # F058, F060: lengths around the page
+def test_tokens_of_a_partial_page_have_no_key_and_are_not_found(tokens: int) -> None:
+    # F058, F060: numbers of tokens around multiples of the page size
     with TierStore.open(tiers(8, None), SPEC) as store:
         keys = store.keys(range(tokens))
         assert len(keys) == tokens // 4
@@ -86,12 +86,14 @@ BLOCK = replace(SPEC, page_size=16)
 PAGE = replace(SPEC, page_size=256)
 
 
-def test_an_engine_with_blocks_of_another_size_is_refused_and_not_cut_up() -> None:
-    # F062: a load never starts in the middle of a page, for the store's page is the engine's block
+def test_engine_with_another_block_size_is_refused() -> None:
+    # F062: a load never starts in the middle of a page, because the store's page is the engine's block
     shape = (4, *BLOCK.shape)
     with (
         TierStore.open(tiers(4, 4, hbm_more=ENGINE, page_nbytes=PAGE.page_nbytes), PAGE) as store,
-        pytest.raises(ConfigError, match=r"holds pages of \(2, 16, 2, 8\).*expected \(2, 256, 2, 8\)"),
+        pytest.raises(
+            ConfigError, match=r"holds pages of shape \(2, 16, 2, 8\).*expected shape \(2, 256, 2, 8\)"
+        ),
     ):
         store.register(EnginePages([torch.zeros(shape, dtype=torch.float16)], "BLKNHD"))
 

@@ -1,4 +1,4 @@
-"""A hit is a prefix: tails go first, a gap ends it, what cannot be reached is reclaimed, what went is not found."""
+"""Tests that a hit is a prefix: later pages are evicted first, a gap ends a hit, unreachable pages are evicted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leave_only(store: TierStore, key: PageKey, tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 3])
-def test_a_gap_ends_the_hit_and_the_page_put_again_makes_it_whole(bench: Bench, gone: int) -> None:
+def test_gap_ends_the_hit_until_the_page_is_put_again(bench: Bench, gone: int) -> None:
     # F077: evict one page, keep the others, put it again
     keys = chain(4)
     write(bench.store, keys)
@@ -75,7 +75,7 @@ def test_a_gap_ends_the_hit_and_the_page_put_again_makes_it_whole(bench: Bench, 
 def test_a_prefix_scattered_over_the_tiers_is_one_hit_in_order(
     bench: Bench, places: tuple[Tier, ...]
 ) -> None:
-    # F077: a gap in one tier is none while another tier has the page
+    # F077: a page that is missing in one tier is no gap if another tier has it
     keys = chain(4)
     write(bench.store, keys)
     bench.store.flush()
@@ -94,10 +94,10 @@ def small(shape: str, tmp_path: Path) -> StoreConfig:
 
 
 @pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
-def test_under_pressure_tails_go_first_and_what_is_left_of_a_sequence_is_its_beginning(
+def test_under_pressure_tails_are_evicted_first_and_the_beginning_of_a_sequence_is_kept(
     shape: str, tmp_path: Path
 ) -> None:
-    # F077: in every kind of lowest tier
+    # F077: for each kind of lowest tier
     with TierStore.open(small(shape, tmp_path), SPEC) as store:
         long = chain(5, "long")
         write_each(store, long)
@@ -115,8 +115,8 @@ def test_under_pressure_tails_go_first_and_what_is_left_of_a_sequence_is_its_beg
 
 
 @pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
-def test_pages_that_lost_their_beginning_make_room_before_any_other(shape: str, tmp_path: Path) -> None:
-    # F077: unreachable pages are reclaimed although they are the newest
+def test_pages_without_their_prefix_are_evicted_before_all_others(shape: str, tmp_path: Path) -> None:
+    # F077: unreachable pages are evicted first, although they are the newest
     with TierStore.open(small(shape, tmp_path), SPEC) as store:
         kept = [chain(1, f"kept{i}")[0] for i in range(3)]
         for key in kept:
@@ -137,8 +137,8 @@ def test_pages_that_lost_their_beginning_make_room_before_any_other(shape: str, 
         store.check()
 
 
-def test_a_sequence_put_again_over_its_unreachable_rest_takes_no_more_room(tmp_path: Path) -> None:
-    # F077: the pages behind the gap are found again, not written twice
+def test_a_sequence_put_again_over_its_unreachable_rest_takes_no_more_space(tmp_path: Path) -> None:
+    # F077: the pages after the gap are hits again, and are not written twice
     with TierStore.open(tiers(8, 8, tmp_path), SPEC) as store:
         keys = chain(4)
         write(store, keys)
@@ -174,8 +174,8 @@ def test_after_a_restart_a_gap_ends_the_hit_too(tmp_path: Path, gone: int) -> No
 
 
 @pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
-def test_slots_filled_anew_are_never_found_under_their_old_keys(shape: str, tmp_path: Path) -> None:
-    # F079: fill, evict, refill with others in the same slots; look the old ones up
+def test_refilled_slots_are_never_found_under_their_old_keys(shape: str, tmp_path: Path) -> None:
+    # F079: slots are filled, evicted and filled with other pages. Then the old pages are looked up.
     with TierStore.open(small(shape, tmp_path), SPEC) as store:
         old = [key for i in range(3) for key in chain(2, f"old{i}")]
         for i in range(0, 6, 2):
@@ -195,8 +195,8 @@ def test_slots_filled_anew_are_never_found_under_their_old_keys(shape: str, tmp_
 
 
 @pytest.mark.parametrize("shape", ["hbm", "host", "nvme"])
-def test_whatever_is_still_found_under_pressure_is_itself(shape: str, tmp_path: Path) -> None:
-    # F079: the slots of victims are refilled all the time; every hit is compared byte for byte
+def test_every_page_found_under_pressure_has_its_own_bytes(shape: str, tmp_path: Path) -> None:
+    # F079: the slots of evicted pages are reused all the time. The bytes of every hit are compared.
     with TierStore.open(small(shape, tmp_path), SPEC) as store:
         hits = 0
         for i in range(60):
@@ -213,7 +213,7 @@ def test_whatever_is_still_found_under_pressure_is_itself(shape: str, tmp_path: 
         store.check()
 
 
-def test_an_owned_slot_given_back_unsealed_is_found_under_no_key(bench: Bench) -> None:
+def test_an_owned_slot_freed_unsealed_is_found_under_no_key(bench: Bench) -> None:
     # F079
     keys = chain(2)
     slots = write(bench.store, keys)

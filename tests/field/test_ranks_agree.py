@@ -1,19 +1,18 @@
-"""Ranks of one model: objects of their own on one path, and a split that changed is a miss."""
+"""Tests of several ranks of one model: each has its own records on one path, and finds no pages of another split."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked, lanes
 from tests.support.pages import PATIENCE_S, SPEC, fill, read, tiers, write
 from tierstore.nvme import directory_layout
 from tierstore.store import TierStore
 
-CHECKOUT = Path(__file__).parents[2]
 TOKENS = range(16)
 RANK = """
 import sys
@@ -38,32 +37,20 @@ with TierStore.open(tiers(8, 8, home), spec) as store:
 """
 
 
-def test_ranks_in_processes_of_their_own_write_the_same_tokens_to_one_path_at_once(tmp_path: Path) -> None:
+def test_ranks_in_separate_processes_write_the_same_tokens_to_one_path_at_once(tmp_path: Path) -> None:
     # F070
-    command = [sys.executable, "-c", RANK, str(tmp_path / "disk")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said: list[list[str]] = []
-    for word in ("open", "written", "4"):
-        lines = []
-        for rank in ranks:
-            assert rank.stdout is not None
-            lines.append(rank.stdout.readline().split())
-        assert [line[0] for line in lines] == [word] * 2
-        for rank in ranks:
-            assert rank.stdin is not None
+    lines: list[list[str]] = []
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(forked.running(RANK, tmp_path / "disk", str(rank))) for rank in range(2)]
+        for word in ("open", "written", "4"):
+            lines = [rank.stdout.readline().split() for rank in ranks]
+            assert [line[0] for line in lines] == [word] * 2
             if word != "4":
-                rank.stdin.write("go\n")
-                rank.stdin.flush()
-        said = lines
-    for rank in ranks:
-        rank.communicate(timeout=PATIENCE_S)
-        assert rank.returncode == 0
-    keys = [bytes.fromhex(line[1]) for line in said]
+                for rank in ranks:
+                    rank.stdin.write("go\n")
+                    rank.stdin.flush()
+        assert [rank.wait(PATIENCE_S) for rank in ranks] == [0, 0]
+    keys = [bytes.fromhex(line[1]) for line in lines]
     assert len({key[:32] for key in keys}) == 1
     assert [key[32:] for key in keys] == [bytes((0, 0, 0, rank)) for rank in range(2)]
     names = [path.name for path, _, _ in directory_layout.shard_directories(tmp_path / "disk")]
@@ -99,9 +86,9 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("before", SPLITS)
+@pytest.mark.parametrize("before", lanes.some(SPLITS, ("tp=2", "tp=4, heads repeated", "cp=2").__contains__))
 def test_after_a_change_of_the_split_every_page_is_a_miss(tmp_path: Path, before: str) -> None:
-    # F070: by geometry where it differs, else by the model's name, as PageSpec asks for it
+    # F070: the splits differ in shape, or else in the model's name, as PageSpec requires
     largest = max(spec.page_nbytes for spec in SPLITS.values())
     config = tiers(8, 8, tmp_path, page_nbytes=largest)
 
@@ -118,7 +105,7 @@ def test_after_a_change_of_the_split_every_page_is_a_miss(tmp_path: Path, before
 
 
 def test_a_prefix_that_all_ranks_have_is_the_shortest_of_their_matches(tmp_path: Path) -> None:
-    # F068: ranks that lost different pages; whoever schedules them takes the least, and every rank serves that
+    # F068: the ranks lost different pages. The scheduler takes the shortest match, which every rank can serve.
     specs = [replace(SPEC, shard=rank) for rank in range(4)]
     stores = [TierStore.open(tiers(8, 8, tmp_path), spec) for spec in specs]
     for store in stores:
@@ -140,8 +127,8 @@ def refilled(store: TierStore) -> list[int]:
     return slots
 
 
-def test_keys_of_one_rank_are_those_of_another_but_for_their_end() -> None:
-    # F068: one transfer of the scheduler serves all ranks; each puts its own shard into the keys
+def test_keys_of_two_ranks_differ_only_in_their_last_bytes() -> None:
+    # F068: all ranks get the same transfer from the scheduler, and each puts its own shard into the keys
     with (
         TierStore.open(tiers(4, None), SPEC) as first,
         TierStore.open(tiers(4, None), replace(SPEC, shard=7)) as other,

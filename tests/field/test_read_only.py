@@ -1,19 +1,18 @@
-"""A directory that one store has filled is opened read-only by others: pages are served, nothing on disk changes."""
+"""Tests of stores that open a filled directory read-only: pages are served, and nothing on disk changes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.field.killing import CHECKOUT
 from tests.nvme.rig import change, data_file, extent_files, find
 from tests.nvme.watch import Calls
+from tests.support import forked
 from tests.support.pages import (
     PATIENCE_S,
     SPEC,
@@ -44,7 +43,7 @@ def config(home: Path, *, hbm: int = 8, host: int | None = 16, **nvme_more: obje
 
 @pytest.fixture(params=["lmdb", "extents"])
 def home(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A directory with the pages of ``WARMED``, which nobody has open."""
+    """Return a directory that contains the pages of ``WARMED`` and is not open in any store."""
     home = tmp_path / "home"
     with TierStore.open(tiers(8, 16, home, nvme_more={"payload": request.param}), SPEC) as store:
         write(store, WARMED)
@@ -53,7 +52,7 @@ def home(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def everything(home: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Name, mode, time of the last change and contents of all there is."""
+    """Return the mode, modification time and content of the directory and everything in it, by relative path."""
     return {
         str(path.relative_to(home)): (
             path.lstat().st_mode,
@@ -93,7 +92,7 @@ def test_pages_are_served_and_nothing_on_disk_changes(home: Path) -> None:
     assert everything(home) == before
 
 
-def test_more_new_pages_than_memory_holds_cost_no_page_on_disk(home: Path) -> None:
+def test_more_new_pages_than_memory_holds_lose_no_page_on_disk(home: Path) -> None:
     with TierStore.open(config(home, hbm=4, host=4), SPEC) as store:
         for number in range(20):
             write(store, chain(3, f"new{number}"))
@@ -141,7 +140,7 @@ def test_a_damaged_page_is_a_miss_and_its_record_stays(home: Path) -> None:
     assert everything(home) == before
 
 
-def test_an_evicted_page_is_gone_until_the_next_open_and_flush_says_so(home: Path) -> None:
+def test_evicted_page_returns_at_the_next_open_and_is_a_pending_erase(home: Path) -> None:
     with TierStore.open(config(home), SPEC) as store:
         assert store.evict(WARMED[5:]) == 1
         assert store.match(WARMED).num_pages == 5
@@ -151,7 +150,7 @@ def test_an_evicted_page_is_gone_until_the_next_open_and_flush_says_so(home: Pat
         assert read(store, WARMED) == len(WARMED)
 
 
-def test_a_page_whose_erase_could_only_be_recorded_is_not_there(home: Path) -> None:
+def test_page_with_only_a_tombstone_is_not_found(home: Path) -> None:
     from tierstore.nvme.catalogue import Catalogue
 
     def refuse(self: Catalogue, keys: object) -> None:
@@ -165,10 +164,7 @@ def test_a_page_whose_erase_could_only_be_recorded_is_not_there(home: Path) -> N
         assert store.match(WARMED).num_pages == 5
 
 
-READER = [
-    sys.executable,
-    "-c",
-    """
+READER = """
 import sys
 from pathlib import Path
 from tests.field.test_read_only import SPEC, WARMED, config, read
@@ -179,15 +175,14 @@ with TierStore.open(config(home), SPEC) as store:
     assert read(store, WARMED) == len(WARMED)
 assert [verdict.checked for verdict in verify(home)] == [len(WARMED)]
 assert [(shard.in_use_by, shard.records) for shard in inspect(home).shards] == [(None, len(WARMED))]
-""",
-]
+"""
 
 
-def test_any_number_of_readers_and_no_writer_beside_them(home: Path) -> None:
+def test_many_readers_and_no_writer_may_open_a_directory(home: Path) -> None:
     with TierStore.open(config(home), SPEC) as first:
-        others = [subprocess.run([*READER, str(home)], cwd=CHECKOUT, check=False) for _ in range(2)]
-        assert [other.returncode for other in others] == [0, 0]
-        with pytest.raises(ConfigError, match="is open in this process already"):
+        others = [forked.run(READER, home) for _ in range(2)]
+        assert [(other.returncode, other.stderr) for other in others] == [(0, "")] * 2
+        with pytest.raises(ConfigError, match="is already open in this process"):
             TierStore.open(config(home), SPEC)
         with pytest.raises(ConfigError, match="in use by processes that read it"):
             TierStore.open(tiers(8, 16, home), SPEC)
@@ -198,21 +193,18 @@ def test_any_number_of_readers_and_no_writer_beside_them(home: Path) -> None:
         assert read(writer, WARMED) == len(WARMED)
 
 
-def test_a_killed_reader_keeps_nobody_out(home: Path) -> None:
+def test_a_killed_reader_locks_out_no_process(home: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.field.test_read_only import config, SPEC; "
         "from tierstore.store import TierStore; store = TierStore.open(config(Path(sys.argv[1])), SPEC); "
         "print('open', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", program, str(home)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT
-    ) as reader:
-        assert reader.stdout is not None
+    with forked.running(program, home) as reader:
         assert reader.stdout.readline() == "open\n"
         with pytest.raises(ConfigError, match="in use by processes that read it"):
             TierStore.open(tiers(8, 16, home), SPEC)
         reader.send_signal(signal.SIGKILL)
+        reader.wait()
     with TierStore.open(tiers(8, 16, home), SPEC) as store:
         assert read(store, WARMED) == len(WARMED)
 
@@ -226,7 +218,7 @@ def test_a_directory_without_its_lock_file_keeps_writers_out_too(home: Path) -> 
             TierStore.open(tiers(8, 16, home), SPEC)
 
 
-def test_where_no_lock_file_can_be_made_none_is_needed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_file_is_optional_where_none_can_be_created(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lock in home.glob("*.lock"):
         lock.unlink()
 
@@ -267,8 +259,8 @@ def _cut(home: Path) -> Path:
     [
         (_missing, "does not exist"),
         (_empty, "is empty: no store has used it yet"),
-        (_foreign, "TierStore did not make"),
-        (_cut, "cannot be opened read-only: data.mdb has 5000 bytes"),
+        (_foreign, "TierStore did not create"),
+        (_cut, "cannot be opened read-only: data.mdb is truncated: its length is 4.9 KiB"),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_refused_and_stays_as_it_is(
@@ -291,7 +283,7 @@ def test_a_directory_of_another_model_is_refused_and_both_are_named(home: Path) 
     assert everything(home) == before
 
 
-def test_the_capacity_of_a_reader_means_nothing(home: Path) -> None:
+def test_capacity_of_a_read_only_store_is_ignored(home: Path) -> None:
     with TierStore.open(config(home, capacity=1), SPEC) as store:
         assert store.match(WARMED).num_pages == len(WARMED)
 
@@ -304,7 +296,7 @@ def test_extent_files_are_opened_to_be_read(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), (True, True)])
-def test_read_only_is_true_or_false(tmp_path: Path, text: object, value: bool) -> None:
+def test_read_only_must_be_a_bool(tmp_path: Path, text: object, value: bool) -> None:
     read = load_config({"nvme": {"path": tmp_path, "capacity": "1GiB", "read_only": text}})
     assert read.nvme is not None
     assert read.nvme.read_only is value
@@ -316,9 +308,9 @@ def test_other_words_for_read_only_are_refused(tmp_path: Path, text: object) -> 
         load_config({"nvme": {"path": tmp_path, "capacity": "1GiB", "read_only": text}})
 
 
+@pytest.mark.parametrize("home", [pytest.param("lmdb", marks=pytest.mark.deep), "extents"], indirect=True)
 def test_a_read_only_mount_is_read(home: Path) -> None:
-    # A bind mount in a mount namespace of its own, which may be read-only for root too
-    inside = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -m tests.field.read_only_mount "$1"'
+    # A bind mount in a mount namespace of its own is read-only even for root
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         allowed = subprocess.run([*namespace, "true"], capture_output=True, check=False)
@@ -327,13 +319,11 @@ def test_a_read_only_mount_is_read(home: Path) -> None:
     if allowed.returncode != 0:
         pytest.skip(f"no mount namespace here: {allowed.stderr.decode().strip()}")
     before = everything(home)
-    run = subprocess.run(
-        [*namespace, "sh", "-c", inside, "sh", str(home), sys.executable],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_S,
-        check=False,
+    program = (
+        "import sys; from tests.field import mounts, read_only_mount; home = sys.argv[1]\n"
+        "mounts.unshare(); mounts.mount('--bind', home, home); mounts.mount('-o', 'remount,bind,ro', home)\n"
+        "read_only_mount.main()"
     )
+    run = forked.run(program, home, timeout=4 * PATIENCE_S)
     assert run.returncode == 0, run.stderr
     assert everything(home) == before

@@ -1,4 +1,4 @@
-"""After a restart, a kill or damage: what was flushed is there, what is damaged is a miss, nothing is left behind."""
+"""Tests of restarts, kills and damage: flushed pages are found, damaged pages are misses, nothing is leaked."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def config_of(home: Path) -> StoreConfig:
     return tiers(8, 16, home, nvme_pages=100)
 
 
-@pytest.mark.deep  # tests/store/test_crash.py kills a store too
-def test_what_another_process_had_flushed_when_it_was_killed_is_all_there(tmp_path: Path) -> None:
-    # F046: hits equal the pages flushed
+@pytest.mark.deep  # tests/store/test_crash.py kills a store, too
+def test_pages_flushed_by_a_killed_process_are_all_found(tmp_path: Path) -> None:
+    # F046: every flushed page is a hit
     with victim(tmp_path, 100, "killed", 12):
         pass
     with TierStore.open(config_of(tmp_path), SPEC) as store:
@@ -56,12 +56,12 @@ def test_a_directory_can_be_wiped(tmp_path: Path) -> None:
         assert read(store, keys) == 3
 
 
-def test_a_kill_leaves_no_region_of_memory_and_no_lock_and_spares_the_living(tmp_path: Path) -> None:
-    # F049: the pool of a killed process is its own anonymous memory
+def test_killed_process_leaves_no_shared_memory_or_lock_and_others_continue(tmp_path: Path) -> None:
+    # F049: the pool of a killed process was private, anonymous memory
     names: list[set[str]] = []
     for turn in range(2):
         with victim(tmp_path / "killed", 100, f"turn{turn}-", 4):
-            with pytest.raises(ConfigError, match="in use by process") as refused:  # it lives
+            with pytest.raises(ConfigError, match="in use by process") as refused:  # the process is alive
                 TierStore.open(config_of(tmp_path / "killed"), SPEC)
             process = re.search(r"in use by process (\d+)", str(refused.value))
             assert process is not None
@@ -109,7 +109,10 @@ PLACES = [_first_byte_of_the_head, _key_in_the_head, _padding_of_the_head, _firs
 
 
 def flip(home: Path, key: PageKey, place: Callable[[int], int]) -> None:
-    """One bit of the page's record, the length unchanged."""
+    """Flip one bit of a page's record in the data file.
+
+    ``place`` returns the position of the byte to change, given the position of the page's bytes.
+    """
     path = data_file(home, SPEC.fingerprint)
     raw = path.read_bytes()
     body = content(key).numpy().tobytes()
@@ -122,10 +125,10 @@ def flip(home: Path, key: PageKey, place: Callable[[int], int]) -> None:
 
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_is_a_miss_counted_removed_and_mended(
+def test_flipped_bit_is_a_miss_and_is_counted_removed_and_rewritten(
     tmp_path: Path, place: Callable[[int], int], running: bool
 ) -> None:
-    # F048: head and payload, while the store is closed and while it runs
+    # F048: in the header and in the payload, while the store is closed and while it runs
     keys, others = chain(3), chain(2, "other")
     store = TierStore.open(config_of(tmp_path), SPEC)
     for sequence in (keys, others):
@@ -155,10 +158,10 @@ def test_a_flipped_bit_is_a_miss_counted_removed_and_mended(
         require_nothing_held(store)
 
 
-def test_a_flipped_bit_in_the_index_costs_pages_and_never_gives_wrong_ones(
+def test_flipped_bit_in_the_index_loses_pages_but_never_returns_wrong_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # F048: every copy of one key's entry in the catalogue
+    # F048: in every copy of a key's entry in the catalogue
     keys = chain(3)
     with TierStore.open(config_of(tmp_path), SPEC) as store:
         write(store, keys)

@@ -1,24 +1,22 @@
-"""A cache directory executes nothing and is nobody else's; one tenant learns nothing of another's pages."""
+"""Tests that files in a store's directory are never executed or open to others, and that tenants are separate."""
 
 from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tierstore
+from tests.support import forked
 from tests.support.bench import Bench, open_bench
 from tests.support.pages import PATIENCE_S, SPEC, read, tiers, where, write
 from tierstore.errors import ConfigError
 from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
-CHECKOUT = Path(__file__).parents[2]
 TOKENS = list(range(16))
 
 PLANTED = """
@@ -92,9 +90,8 @@ print(json.dumps([outcomes, loaded, went_off_early, os.path.exists(sys.argv[2]),
 
 
 def test_pickles_planted_anywhere_in_the_directory_are_never_loaded(tmp_path: Path) -> None:
-    # F105: as values, entries, metadata, heads, markers and stray files; an audit hook sees every class asked for
-    command = [sys.executable, "-c", PLANTED, str(tmp_path), str(tmp_path / "bomb-went-off")]
-    child = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=200, check=False)
+    # F105: as values, entries, metadata, headers, markers and stray files. An audit hook records each unpickling.
+    child = forked.run(PLANTED, tmp_path, tmp_path / "bomb-went-off")
     assert child.returncode == 0, child.stderr
     outcomes, loaded, went_off_early, was_real, hook_works = json.loads(child.stdout.splitlines()[-1])
     assert outcomes == {
@@ -125,14 +122,18 @@ def test_no_module_of_the_library_imports_what_executes_data() -> None:
                 names = [node.module or ""]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in calls:
                 found.append(f"{path.name}: {node.func.id}")
-            elif isinstance(node, ast.Attribute) and ast.unparse(node) in attributes:
+            elif (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("load", "save")  # ast.unparse is slow
+                and ast.unparse(node) in attributes
+            ):
                 found.append(f"{path.name}: {ast.unparse(node)}")
             found += [f"{path.name}: {name}" for name in names if name.split(".")[0] in forbidden]
     assert found == []
 
 
-def test_a_directory_that_others_could_write_to_is_closed_to_them_at_open(tmp_path: Path) -> None:
-    # F105: planting needs a place to plant in
+def test_group_and_world_write_access_is_removed_at_open(tmp_path: Path) -> None:
+    # F105: data can only be planted in a directory that others can write to
     config = tiers(4, 4, tmp_path / "disk")
     with TierStore.open(config, SPEC) as store:
         keys = store.keys(TOKENS)
@@ -178,7 +179,7 @@ def hold_only_in(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
 
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST, Tier.NVME])
 def test_a_tenant_that_probes_anothers_prefix_gets_nothing_in_any_tier(bench: Bench, tier: Tier) -> None:
-    # F106: hit count, tiers, reason and what explain says are those of tokens that nobody ever sent
+    # F106: the hits, tiers, reason and explanations are the same as for tokens that were never put
     store = bench.store
     hold_only_in(store, store.keys(TOKENS, salt=A), tier)
     never = store.keys([99, *TOKENS[1:]], salt=B)
@@ -197,8 +198,8 @@ def test_a_tenant_that_probes_anothers_prefix_gets_nothing_in_any_tier(bench: Be
 
 
 @pytest.mark.parametrize("length", [4, 8, 12, 16])
-def test_a_probe_of_any_length_starts_no_copy_and_counts_as_misses_alone(bench: Bench, length: int) -> None:
-    # F106: the time of an answer would tell; a probe must not even begin what a hit begins
+def test_probe_of_any_length_starts_no_copy_and_counts_only_as_misses(bench: Bench, length: int) -> None:
+    # F106: the response time could reveal a hit, so a probe must not start any work that a hit starts
     store = bench.store
     hold_only_in(store, store.keys(TOKENS, salt=A), Tier.NVME)
     before = store.metrics.snapshot()
@@ -213,7 +214,7 @@ def test_a_probe_of_any_length_starts_no_copy_and_counts_as_misses_alone(bench: 
 def test_the_tenant_is_part_of_the_key_from_the_first_token_on_and_cannot_be_forged_by_other_terms(
     bench: Bench,
 ) -> None:
-    # F106: what a tenant may choose (tokens, adapters, images) never makes another tenant's key
+    # F106: a tenant's choice of tokens, adapters and images never results in another tenant's key
     store = bench.store
     mine = store.keys(TOKENS, salt=A)
     forged = [
@@ -229,7 +230,7 @@ def test_the_tenant_is_part_of_the_key_from_the_first_token_on_and_cannot_be_for
 
 
 def test_equal_tenants_share_their_prefix_after_a_restart_and_others_still_do_not(tmp_path: Path) -> None:
-    # F106, the control
+    # F106: the opposite case, for comparison
     config = tiers(8, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
         write(store, store.keys(TOKENS, salt=A))

@@ -1,5 +1,6 @@
-"""Field reports, K19: a size is applied or refused by name, what a machine lacks is seen at open, and what is in force
-is told.
+"""Tests of the configuration (docs/field-reports.md, kind K19).
+
+A size is applied or rejected by name, open detects what the machine lacks, and stats report the settings in effect.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PAGE = SPEC.page_nbytes
 
 
 def sized(section: str, capacity: object, home: Path) -> dict[str, object]:
-    """A configuration whose other sizes are right."""
+    """Return a configuration with this capacity in ``section``, and with valid sizes everywhere else."""
     sizes: dict[str, object] = {
         "hbm": 4 * PAGE,
         "host": 4 * PAGE,
@@ -55,7 +56,7 @@ def sized(section: str, capacity: object, home: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     "capacity", [0, -1, "0GiB", "-1GiB", "10 apples", PAGE - 1, "900EiB", "7EiB", "4PiB"]
 )
-def test_a_size_that_cannot_be_had_is_refused_by_name_and_nothing_is_made(
+def test_a_size_that_is_too_large_is_refused_by_name_and_nothing_is_created(
     tmp_path: Path, section: str, capacity: object
 ) -> None:
     # F100: "secondary pool: 0 blocks"
@@ -69,7 +70,7 @@ def test_a_size_that_cannot_be_had_is_refused_by_name_and_nothing_is_made(
 @pytest.mark.parametrize(
     ("capacity", "nbytes"), [("1MB", 10**6), ("1MiB", 1 << 20), ("1e6", 10**6), (f"{PAGE}", PAGE)]
 )
-def test_a_size_is_what_it_says_in_pages_and_stats_tell(
+def test_a_size_holds_as_many_pages_as_stats_report(
     tmp_path: Path, section: str, capacity: str, nbytes: int
 ) -> None:
     # F100
@@ -95,7 +96,7 @@ def works(store: TierStore) -> None:
 
 @pytest.fixture
 def no_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose filesystems know no O_DIRECT."""
+    """Simulate filesystems that do not support O_DIRECT."""
     real = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: int = 0) -> int:
@@ -108,7 +109,7 @@ def no_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_disk() -> Iterator[Path]:
-    """A directory on a filesystem in memory."""
+    """Return a directory on a filesystem in memory."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no filesystem in memory here")
     with tempfile.TemporaryDirectory(prefix="tierstore-test-", dir="/dev/shm") as name:
@@ -117,10 +118,10 @@ def memory_disk() -> Iterator[Path]:
 
 @pytest.mark.usefixtures("no_direct_io")
 @pytest.mark.parametrize("payload", ["auto", "lmdb", "extents"])
-def test_without_direct_io_pages_go_through_the_page_cache_and_stats_say_so(
+def test_without_direct_io_pages_use_the_page_cache_and_stats_report_it(
     tmp_path: Path, payload: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # F102: seen at open, by a self-test; also in a directory large enough to ask its disk
+    # F102: a self-test at open detects this, also with a capacity for which open measures the disk
     config = tiers(4, 4, tmp_path, nvme_more={"payload": payload, "capacity": "1GiB"})
     with caplog.at_level(logging.WARNING), TierStore.open(config, SPEC) as store:
         told = store.stats()["nvme"]
@@ -152,9 +153,7 @@ def test_a_filesystem_in_memory_serves_as_well(memory_disk: Path, payload: str) 
         ({"device": "cpu"}, {"pin": "always"}, "host.pin"),
     ],
 )
-def test_a_card_that_is_not_there_is_told_at_open(
-    hbm: dict[str, str], host: dict[str, str], named: str
-) -> None:
+def test_a_missing_gpu_is_refused_at_open(hbm: dict[str, str], host: dict[str, str], named: str) -> None:
     # F102
     config = load_config({"hbm": {"capacity": 4 * PAGE, **hbm}, "host": {"capacity": 4 * PAGE, **host}})
     with pytest.raises(ConfigError, match=f"{named} is .*set it to"):
@@ -162,8 +161,8 @@ def test_a_card_that_is_not_there_is_told_at_open(
 
 
 @pytest.mark.parametrize("page_size", [2, 8, 128, 4096])
-def test_the_shortest_prefix_that_is_reused_is_a_page_and_stats_say_how_long_that_is(page_size: int) -> None:
-    # F104: prompts below 2,096 tokens were never reused, and nothing said so
+def test_shortest_reused_prefix_is_one_page_and_stats_report_its_length(page_size: int) -> None:
+    # F104: prompts below 2,096 tokens were never reused, without any message
     specs = [
         replace(SPEC, page_size=page_size, num_layers=1, head_dim=dim, group=group)
         for group, dim in enumerate([2, 4])

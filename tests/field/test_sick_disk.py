@@ -1,5 +1,7 @@
-"""Field reports, K14: the disk under a running store hangs, fails or is slow. The store answers, from memory or with a
-miss that is recomputed; no slot is used again before its read has ended; and all comes back by itself.
+"""Tests of a disk that hangs, fails or is slow under a running store (docs/field-reports.md, kind K14).
+
+The store returns pages from memory, or reports misses. No slot is reused before its read has ended. When the disk works
+again, the store recovers by itself.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def nvme(store: TierStore) -> dict[str, object]:
 
 
 def send_down(store: TierStore, length: int, name: str) -> None:
-    """The pages are on disk alone."""
+    """Put pages and move them to disk, so that no other tier has them."""
     keys = chain(length, name)
     write(store, keys)
     store.demote(keys, Tier.NVME)
@@ -70,14 +72,14 @@ def send_down(store: TierStore, length: int, name: str) -> None:
 
 
 def require_served(store: TierStore, name: str, length: int) -> None:
-    """One by one: the first read sees that the disk answers, and all that come after it are tried."""
+    """Assert, page by page, that the pages are hits. The first read lets the store detect that the disk works again."""
     assert [read(store, [key]) for key in chain(length, name)] == [1] * length
 
 
-def test_whoever_waits_for_a_page_on_a_hung_disk_gets_a_miss_in_time_and_recomputes(
+def test_wait_for_a_page_on_a_hung_disk_ends_in_time_with_a_miss(
     store: TierStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F056, F028: no deadline is given; the tier has one
+    # F056, F028: the caller gives no deadline, but the tier has a timeout
     send_down(store, 3, "below")
     disk = Hanging(1)
     replace_preadv(monkeypatch, disk)
@@ -89,7 +91,7 @@ def test_whoever_waits_for_a_page_on_a_hung_disk_gets_a_miss_in_time_and_recompu
         missing = lease.missing
     assert nvme(store)["state"] == "absent"
     assert store.metrics.text().count('tierstore_nvme_state{state="absent"} 1.0') == 1
-    assert read(store, missing) == 0  # at once, and again: no reader is lost to every request
+    assert read(store, missing) == 0  # at once, because no further read is started
     write(store, missing)
     assert read(store, chain(3, "below")) == 3
     disk.go_on.set()
@@ -98,10 +100,10 @@ def test_whoever_waits_for_a_page_on_a_hung_disk_gets_a_miss_in_time_and_recompu
     require_nothing_held(store)
 
 
-def test_the_slot_of_a_hung_read_is_nobodys_until_it_ends_and_all_others_are_used(
+def test_slot_of_a_hung_read_is_quarantined_until_it_ends_and_others_are_used(
     store: TierStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F024, F026: the late read writes into its own slot, whoever wants one
+    # F024, F026: the late read writes only into its own slot, even if other pages need slots
     send_down(store, 8, "below")
     disk = Hanging(2)
     replace_preadv(monkeypatch, disk)
@@ -111,7 +113,7 @@ def test_the_slot_of_a_hung_read_is_nobodys_until_it_ends_and_all_others_are_use
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
     assert tier_stats(store, Tier.HOST)["quarantined"] == 2
     assert nvme(store)["hung_reads"] == 2
-    for i in range(20):  # through the six slots of HOST that are left
+    for i in range(20):  # these pages use the other six slots of HOST
         keys = chain(3, f"other{i}")
         write(store, keys)
         store.demote(keys, Tier.HOST)
@@ -156,7 +158,7 @@ def test_without_host_memory_the_slot_of_a_hung_read_is_one_of_hbm(
 def test_an_engine_gets_its_slots_back_from_a_hung_disk_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F037: nothing writes the engine's slots while the disk hangs, only HOST's
+    # F037: the hanging read writes only a slot of HOST, none of the engine
     capacity = 8 * SPEC.page_nbytes
     source = {
         "hbm": {"device": "cpu", "owner": "engine"},
@@ -190,10 +192,10 @@ def test_an_engine_gets_its_slots_back_from_a_hung_disk_at_once(
         assert bool((tensor[:, :, 5] == 1.0).all())
 
 
-def test_a_disk_that_fails_every_read_costs_a_few_records_and_then_no_read_at_all(
+def test_disk_that_fails_every_read_loses_few_records_and_is_then_not_read(
     store: TierStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F056: what was not tried is not dropped: the pages are there when the disk is
+    # F056: records that were not tried are kept, and are hits again when the disk works
     names = [f"below{i}" for i in range(4)]
     for name in names:
         send_down(store, 6, name)
@@ -204,7 +206,8 @@ def test_a_disk_that_fails_every_read_costs_a_few_records_and_then_no_read_at_al
             assert read(store, chain(6, name)) == 0
     assert nvme(store)["state"] == "absent"
     tried = disk.calls
-    assert LIMIT <= tried <= LIMIT + 1  # both readers may have begun one when the row was full
+    # when the limit was reached, the other reader may already have started one more read
+    assert LIMIT <= tried <= LIMIT + 1
     assert counter(store, "failed_pages", "NVME,HOST,unavailable") > 0
     fresh = chain(4, "fresh")
     write(store, fresh)
@@ -222,7 +225,7 @@ def test_a_disk_that_fails_every_read_costs_a_few_records_and_then_no_read_at_al
 def test_a_slow_disk_is_waited_for_while_memory_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F056: slower than usual is not hung: nothing is late, every page comes
+    # F056: a slow disk does not count as hung: no read is late, and every page arrives
     with TierStore.open(tiers(8, 8, tmp_path, nvme_more=EXTENTS), SPEC) as store:
         send_down(store, 4, "below")
         disk = Slow()
@@ -240,7 +243,7 @@ def test_a_slow_disk_is_waited_for_while_memory_serves(
         require_nothing_held(store)
 
 
-def test_a_store_over_a_disk_whose_reads_hang_closes_in_its_time(
+def test_a_store_over_a_disk_whose_reads_hang_closes_within_its_timeout(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # F056

@@ -1,4 +1,4 @@
-"""Records are made and checked by many threads at once: nothing of a codec is shared between them."""
+"""Tests that many threads can encode and check records at once, because they share no state of a codec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINGERPRINT = record_format.fingerprint_digest("a model")
 
 
 def together(work: Callable[[int], int], threads: int = THREADS) -> list[int]:
-    """``work(i)`` on so many threads at once; what each returned. The first error is raised here."""
+    """Call ``work(i)`` on ``threads`` threads at once. Return the results in order, or raise the first error."""
     barrier = Barrier(threads)
     results: list[int | BaseException] = [0] * threads
 
@@ -55,8 +55,8 @@ def record(number: int, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return out
 
 
-def test_sixteen_threads_encode_and_check_as_one_does() -> None:
-    # F108: 16 x 2,400 through the codec's room, pages of several sizes; one shared context gave silent mismatches
+def test_sixteen_threads_encode_and_check_like_one() -> None:
+    # F108: 16 threads encode and check 2,400 records each, of several sizes. A shared context corrupted records.
     pages = [page(number, nbytes=nbytes) for number, nbytes in enumerate((64, 512, 4096, 64 << 10))]
     alone = [record(number, payload).tobytes() for number, payload in enumerate(pages)]
 
@@ -74,8 +74,8 @@ def test_sixteen_threads_encode_and_check_as_one_does() -> None:
     assert together(work) == [0] * THREADS
 
 
-def test_a_broken_record_is_found_by_whichever_thread_reads_it_and_hurts_no_other() -> None:
-    # F108: every second read is of a record with a flipped bit
+def test_broken_record_is_detected_by_any_reading_thread_and_affects_no_other() -> None:
+    # F108: every second record that is checked has a flipped bit
     payload = page(1, nbytes=512)
     good = record(1, payload)
     bad = good.copy()
@@ -104,7 +104,7 @@ def test_a_broken_record_is_found_by_whichever_thread_reads_it_and_hurts_no_othe
 
 
 def test_threads_that_submit_to_one_disk_tier_get_their_own_pages(tmp_path: Path) -> None:
-    # F108: the writer's and the readers' buffers are their own
+    # F108: the writer and the readers have separate buffers
     pending: list[tuple[int, list[int], list[NDArray[np.uint8]]]] = []
     rig = Rig(tmp_path / "home", capacity=32 << 20)
     assert rig.write(range(128)).ok
@@ -127,8 +127,8 @@ def test_threads_that_submit_to_one_disk_tier_get_their_own_pages(tmp_path: Path
     rig.close()
 
 
-def test_pages_of_many_threads_come_back_from_the_disk_each_as_itself(tmp_path: Path) -> None:
-    # F108, through the store: HBM and HOST hold a part, so that every codec path is taken all the time
+def test_pages_of_many_threads_are_read_back_from_disk_unchanged(tmp_path: Path) -> None:
+    # F108, in the store: HBM and HOST have space for some pages only, so that all codec paths are used
     with TierStore.open(tiers(40, 24, tmp_path, nvme_pages=400), SPEC) as store:
 
         def work(index: int) -> int:
@@ -152,9 +152,7 @@ def test_pages_of_many_threads_come_back_from_the_disk_each_as_itself(tmp_path: 
         ("nvme", "'none', 'exp', 'fp8', .* or 'int4-64'", ("int2", "zstd", "int8-zstd")),
     ],
 )
-def test_a_codec_that_this_version_does_not_have_is_refused(
-    section: str, allowed: str, names: tuple[str, ...]
-) -> None:
+def test_unknown_codec_is_refused(section: str, allowed: str, names: tuple[str, ...]) -> None:
     # F108
     source = {
         "host": {"capacity": "1MiB"},

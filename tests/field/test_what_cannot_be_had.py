@@ -1,4 +1,4 @@
-"""Where the machine refuses a thread or a descriptor a store is not opened, or goes on; nothing stays behind."""
+"""Test a store without free threads or file descriptors: a failed open leaves nothing behind, and stats work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.store import TierStore
 
 
 class Threads:
-    """Only so many threads may begin, as in a container with a limit of them."""
+    """Lets only ``left`` further threads start, as in a container with a limit."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.left = 0
@@ -35,7 +35,7 @@ def living() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("tierstore")}
 
 
-def test_a_store_whose_threads_cannot_all_be_had_says_so_and_leaves_the_directory_free(
+def test_a_store_whose_threads_cannot_be_started_is_refused_and_leaves_the_directory_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, config = chain(2), tiers(4, 4, tmp_path)
@@ -44,11 +44,14 @@ def test_a_store_whose_threads_cannot_all_be_had_says_so_and_leaves_the_director
     threads.left = 20
     with TierStore.open(config, SPEC):
         needed = 20 - threads.left
+    new = tiers(4, 4, tmp_path / "new" / "home")
     for allowed in range(needed):
-        threads.left = allowed
-        with pytest.raises(ConfigError, match="can't start new thread"):
-            TierStore.open(config, SPEC)
-        wait_for(lambda: living() <= before)  # those of other tests may end meanwhile
+        for each in (config, new):
+            threads.left = allowed
+            with pytest.raises(ConfigError, match="can't start new thread"):
+                TierStore.open(each, SPEC)
+            wait_for(lambda: living() <= before)  # threads of other tests may end meanwhile
+        assert not (tmp_path / "new").exists()
     threads.left = 20
     store = TierStore.open(config, SPEC)
     with store:
@@ -59,9 +62,7 @@ def test_a_store_whose_threads_cannot_all_be_had_says_so_and_leaves_the_director
         assert read(store, keys) == 2
 
 
-def test_stats_are_told_without_a_descriptor_to_look_at_the_directory_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stats_work_without_a_free_file_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(directory: Path) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

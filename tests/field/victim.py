@@ -1,6 +1,7 @@
-"""A process to be killed: opens a store, fills it, flushes, says so, and waits.
+"""A program that opens a store, fills and flushes it, and waits to be killed.
 
-Arguments: home, pages of the NVMe tier, name of its pages, how many. One line on stdout: what was then in use.
+Arguments: the directory, the capacity of the NVMe tier in pages, the name of the pages to put, and their number.
+After the flush, it prints how many bytes of the NVMe tier are used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tierstore.types import PageKey, Tier
 
 
 def pages(name: str, count: int) -> list[PageKey]:
-    """Single pages, none the parent of another."""
+    """Return the keys of ``count`` pages, each the first of its own sequence."""
     return [chain(1, f"{name}{i}")[0] for i in range(count)]
 
 

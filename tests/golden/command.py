@@ -1,4 +1,4 @@
-"""The command line in this process, where torch is loaded already."""
+"""Runs the command line in this process, which has already imported torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(*words: str | Path) -> Result:
 
 
 def told(*words: str | Path, exit_code: int = 0) -> Any:
-    """The JSON object in the last line of ``tierstore WORDS --json``."""
+    """Run ``tierstore WORDS --json``, check its exit code, and return the JSON object in its last line."""
     result = run(*words, "--json")
     assert result.exit_code == exit_code, result.output
     return json.loads(result.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
-"""Directories of the NVMe tier and archives, as one version of the code left them; kept packed in ``data/``.
+"""Writes, unpacks and describes directories and archives. Those of an earlier version are kept, packed, in ``data/``.
 
-Every page follows from its key, so a page that is read back is right or wrong, whoever wrote it. Only public calls and
-the command line are used.
+The content of a page follows from its key, so every page can be checked, whichever version wrote it. Only public calls
+and the command line are used.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SECOND = tierstore.PageSpec(
 
 TRUNK = list(range(6 * PAGE_SIZE))
 BRANCH = [*TRUNK[: 3 * PAGE_SIZE], *range(1000, 1000 + 3 * PAGE_SIZE)]
-"""Continues another way after three pages of ``TRUNK``."""
+"""The first three pages of ``TRUNK``, followed by three other pages."""
 ERASED = list(range(2000, 2000 + 4 * PAGE_SIZE))
-"""Its last two pages were evicted after they had been written."""
+"""A document whose last two pages were evicted after they had been written."""
 DOCUMENTS = {"trunk": TRUNK, "branch": BRANCH, "erased": ERASED}
 KEPT = {"trunk": 6, "branch": 6, "erased": 2}
 NUM_PAGES = 6 + 3 + 2
@@ -41,7 +41,7 @@ NUM_PAGES = 6 + 3 + 2
 
 @dataclass(frozen=True)
 class Case:
-    """One directory: where page bytes are, how they are coded, and of which KV groups a page consists."""
+    """One directory: its payload, its codec, and the page spec of each KV group."""
 
     payload: str
     codec: str
@@ -75,38 +75,38 @@ def nvme_section(case: Case, path: Path) -> dict[str, object]:
 
 
 def config_file(case: Case, path: Path) -> Path:
-    """The configuration of a store in ``path``, as a file beside it."""
+    """Write a configuration with the case's NVMe tier in the folder ``path``. Return the file, which is next to it."""
     file = path.with_suffix(".yaml")
     file.write_text(yaml.safe_dump({"nvme": nvme_section(case, path)}), encoding="utf-8")
     return file
 
 
 def store_config(case: Case, path: Path | None) -> dict[str, object]:
-    """HBM for every page and, with a path, the case's NVMe tier."""
+    """Return a configuration with enough HBM for all pages and, if there is a path, the case's NVMe tier."""
     tree: dict[str, object] = {"hbm": {"capacity": 32 * case.page_nbytes, "device": "cpu"}}
     return tree if path is None else {**tree, "nvme": nvme_section(case, path)}
 
 
 def open_store(case: Case, path: Path | None) -> tierstore.TierStore:
-    """A store of ``store_config``."""
+    """Open a store with the configuration of ``store_config``."""
     return tierstore.TierStore.open(tierstore.load_config(store_config(case, path)), case.specs)
 
 
 def parts_of(store: tierstore.TierStore, slot: int) -> tuple[torch.Tensor, ...]:
-    """The page in a slot, one tensor a KV group."""
+    """Return the page in a slot, as one tensor per KV group."""
     page = store.pages[slot]
     return page if isinstance(page, tuple) else (page,)
 
 
 def content(key: tierstore.PageKey, part: torch.Tensor, group: int) -> torch.Tensor:
-    """What a page holds: multiples of 1/32 between -4 and 4, which every 16-bit dtype can state."""
+    """Return one KV group of a page: multiples of 1/32 between -4 and 4, which are exact in every 16-bit dtype."""
     raw = hashlib.shake_128(key + bytes([group])).digest(part.numel())
     numbers = torch.frombuffer(bytearray(raw), dtype=torch.uint8).float().sub(128).div(32)
     return numbers.view(part.shape).to(part.dtype)
 
 
 def put_documents(store: tierstore.TierStore) -> None:
-    """What a directory is made with."""
+    """Put all documents into a store, and evict the last two pages of ``ERASED``."""
     for tokens in DOCUMENTS.values():
         keys = store.keys(tokens)
         held = store.match(keys).num_pages
@@ -121,7 +121,7 @@ def put_documents(store: tierstore.TierStore) -> None:
 
 
 def digests(store: tierstore.TierStore, tokens: list[int]) -> dict[str, str]:
-    """SHA-256 of the bytes of each page that the store has of a document, by its key."""
+    """Return, by key, the SHA-256 of the bytes of each of the document's pages that the store has."""
     keys = store.keys(tokens)
     with store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is tierstore.LeaseState.READY
@@ -135,7 +135,7 @@ def digests(store: tierstore.TierStore, tokens: list[int]) -> dict[str, str]:
 
 
 def digests_put(store: tierstore.TierStore, tokens: list[int], kept: int) -> dict[str, str]:
-    """The same of the pages as they were put."""
+    """Return the digests of a document's first ``kept`` pages, computed from the bytes that ``put_documents`` puts."""
     found = {}
     (slot,) = store.allocate(1)
     for key in store.keys(tokens)[:kept]:
@@ -149,12 +149,12 @@ def digests_put(store: tierstore.TierStore, tokens: list[int], kept: int) -> dic
 
 
 def documents_of(store: tierstore.TierStore) -> Tree:
-    """Every document's pages as the store gives them."""
+    """Return the digests of the pages of every document, as read from the store."""
     return {name: dict(digests(store, tokens)) for name, tokens in DOCUMENTS.items()}
 
 
 def files_in(path: Path) -> Tree:
-    """Names below a directory, and the JSON that its markers hold."""
+    """Return the names of all files below a directory, with the contents of its JSON files."""
     found: dict[str, Tree] = {}
     for file in sorted(path.rglob("*")):
         name = str(file.relative_to(path))
@@ -166,23 +166,23 @@ def files_in(path: Path) -> Tree:
 
 
 def described(case: Case, path: Path) -> Tree:
-    """What a directory holds, by its files and by the commands that look into it."""
+    """Return a description of a directory: its files, and the output of ``inspect`` and ``verify``."""
     inspected, verified = told("inspect", path), told("verify", path)
     assert isinstance(inspected, dict)
     for shard in inspected["shards"]:
-        del shard["disk_nbytes"]  # the filesystem's block size is in it
+        del shard["disk_nbytes"]  # depends on the block size of the file system
     return {"files": files_in(path), "inspect": inspected["shards"], "verify": verified}
 
 
 def exported_to(archive: Path, case: Case, home: Path) -> Tree:
-    """Write every page of a closed directory to one file; what the command says of it, without the file's place."""
+    """Export every page of a closed directory to one file. Returns the command's report without the file's path."""
     found = told("export", "--config", config_file(case, home), "--all", archive)
     assert isinstance(found, dict)
     return {name: value for name, value in found.items() if name != "path"}
 
 
 def make(case: Case, scratch: Path) -> Tree:
-    """Write a directory and an archive of it into ``data/``; return what they hold."""
+    """Make a directory and an archive, and pack them into a file in ``data/``. Returns a description of both."""
     home, archive = scratch / case.name, scratch / f"{case.name}.tier"
     with open_store(case, home) as store:
         put_documents(store)
@@ -197,7 +197,7 @@ def make(case: Case, scratch: Path) -> Tree:
 
 
 def unpack(case: Case, into: Path) -> tuple[Path, Path]:
-    """A copy of the case's directory, and of the archive."""
+    """Unpack the case's directory and its archive. Returns their paths."""
     with tarfile.open(DATA / f"{case.name}.tar.xz") as packed:
         packed.extractall(into, filter="data")
     return into / case.name, into / f"{case.name}.tier"

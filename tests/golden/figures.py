@@ -1,4 +1,4 @@
-"""What stores, the prefetcher, the server and vLLM's connector tell: keys of ``stats()`` and ``explain()``, metrics."""
+"""Collects keys of ``stats()`` and ``explain()``, metrics and the server's answers, to be compared with frozen ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 def _tree(stats: dict[str, object]) -> Tree:
-    """Names and types, without the keys of mappings that depend on what has happened."""
+    """Return the names and types in ``stats``, but leave out keys that depend on what has happened."""
     found = shape(stats)
     for name in ("in_flight", "bytes_per_s"):
         found[name] = "by edge"
@@ -46,7 +46,7 @@ def _put(store: tierstore.TierStore, first: int) -> list[tierstore.PageKey]:
 
 
 def stats(scratch: Path) -> Tree:
-    """Names and types by the kind of store, also of what ``flush``, ``import_pages`` and others return."""
+    """Return the name and type of each field of ``stats()`` and ``explain()``, for several stores and a prefetcher."""
     memory = {"capacity": 16 * SPEC.page_nbytes, "pin": "never"}
     own = {"hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"}, "host": memory}
     found: dict[str, Tree] = {}
@@ -84,7 +84,7 @@ def _stats_of(tree: dict[str, object]) -> Tree:
 
 
 def metrics(scratch: Path) -> Tree:
-    """Names, types and labels: of a store, of the server's ``/metrics``, of vLLM's connector."""
+    """Return the names, types and labels of the metrics of a store and of vLLM's connector."""
     tree = {
         "hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"},
         "host": {"capacity": 16 * SPEC.page_nbytes, "pin": "never"},
@@ -98,7 +98,7 @@ def metrics(scratch: Path) -> Tree:
 
 
 def _families(registry: CollectorRegistry) -> Tree:
-    """Of one registry; labels of metrics that have counted nothing yet are known to their collectors alone."""
+    """Return the metrics of one registry. Collectors provide the labels of metrics that have no samples yet."""
     labels = {
         name: getattr(collector, "_labelnames", ())
         for collector, names in registry._collector_to_names.items()
@@ -116,14 +116,14 @@ def _families(registry: CollectorRegistry) -> Tree:
 
 
 def _fixed_values(name: str, samples: Iterable[Any]) -> Tree:
-    """Label values that are there from the start and not by what has happened."""
+    """Return the label values of a metric, if they exist from the start and do not depend on what has happened."""
     if name not in ("tierstore_nvme_state", "tierstore_pages", "tierstore_lock_longest_hold_seconds"):
         return "by what has happened"
     return {",".join(sample.labels.values()): "value" for sample in samples}
 
 
 def _vllm() -> Tree:
-    """What the connector registers with vLLM, over stand-ins for the classes that it derives from."""
+    """Return the metrics that the connector registers with vLLM. Stubs replace the base classes that vLLM provides."""
     connector = vllm_stub.load_connector().TierStoreConnector
     base = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
     stubs = vllm_stub._stubs()
@@ -155,14 +155,14 @@ def _vllm() -> Tree:
 
 
 class _PromMetrics:
-    """``KVConnectorPromMetrics``."""
+    """Stub of vLLM's ``KVConnectorPromMetrics``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], values: Any) -> None:
         self.per_engine_labelvalues = values
 
 
 def server() -> Tree:
-    """What a server tells of itself and answers, by endpoint."""
+    """Return the server's health, the shapes of its answers, its status codes, and its own metrics."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
     with serving() as running:
         http = running.http
@@ -210,7 +210,7 @@ def server() -> Tree:
 
 
 def results(scratch: Path) -> Tree:
-    """Fields of what calls return that is not exported by name."""
+    """Return the fields of the results of ``export_pages`` and ``import_pages``, whose classes are not exported."""
     tree = {"hbm": {"capacity": 8 * SPEC.page_nbytes, "device": "cpu"}}
     with tierstore.TierStore.open(tierstore.load_config(tree), SPEC) as store:
         keys = _put(store, 0)

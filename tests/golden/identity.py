@@ -1,4 +1,4 @@
-"""Keys of pages and fingerprints of their geometry: what pages on disk and in archives are found by."""
+"""Collects the page keys and fingerprints by which pages on disk and in archives are found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST_CODECS = ("none", "fp8", "int8", "k8v4", "int4", "int4-64")
 DISK_CODECS = ("none", "exp", "fp8", "fp8+zstd", "int8", "int8+zstd", "k8v4", "int4", "int4-64")
 
 TOKENS = [0, 1, 2, 3, 151_643, 2**31, 2**62, -1, 7, 7, 7, 7, 5]
-"""Three pages of four tokens, and one more."""
+"""Three pages of four tokens, and one more token."""
 
 IDENTITIES: dict[str, dict[str, object]] = {
     "plain": {},
@@ -29,7 +29,7 @@ IDENTITIES: dict[str, dict[str, object]] = {
     "placed-twice": {"extra": ((5, b"image"), (5, b"other"), (11, b"third"))},
     "mixed": {"salt": b"\x00", "extra": ("lora-a", b"\xff", 7, (4, b""))},
 }
-"""Arguments of ``keys`` beside the tokens."""
+"""Arguments of ``TierStore.keys`` in addition to the tokens."""
 
 
 def spec(**more: object) -> tierstore.PageSpec:
@@ -73,7 +73,7 @@ def _store(
 
 
 def fingerprints() -> Tree:
-    """Of each spec by itself, and of the page that a store makes of all of them."""
+    """Return, for each set of page specs, the fingerprint of each spec, and that of a page with all these specs."""
     found: dict[str, Tree] = {}
     for name, specs in SPECS.items():
         with _store(specs) as store:
@@ -84,7 +84,7 @@ def fingerprints() -> Tree:
 
 
 def keys() -> Tree:
-    """Of fixed tokens under every kind of identity."""
+    """Return the keys of ``TOKENS`` for every set of page specs, and for every item of ``IDENTITIES``."""
     found: dict[str, Tree] = {}
     for name, specs in SPECS.items():
         with _store(specs) as store:
@@ -102,7 +102,10 @@ def keys() -> Tree:
 
 
 def loss_classes(scratch: Path) -> Tree:
-    """Of what a store loses its keys and the names of its directories tell: by codecs of host memory and of disk."""
+    """Return a key and the directory names for every codec of host memory and of disk.
+
+    Both depend on what the codec loses.
+    """
     found: dict[str, Tree] = {}
     pairs = [(host, "none") for host in HOST_CODECS] + [(None, disk) for disk in DISK_CODECS]
     for host, disk in pairs:

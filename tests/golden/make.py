@@ -1,8 +1,8 @@
-"""``python -m tests.golden.make [NAME ...]``: freeze what the code in this checkout makes, all of it or what is named.
+"""Freezes what the code in this checkout produces: ``python -m tests.golden.make [NAME ...]``.
 
-Run it only when a format, a key, a name or a signature is changed on purpose, or an addition is meant to stay, and say
-so in the commit: these files are what the next version is held to. Without names everything is made anew, directories
-and archives included; those of an older version are then no longer tested.
+Run it only if you have changed a format, a key, a name or a signature on purpose, or added one that will stay. Say so
+in the commit message, because the next version is compared with these files. Without names, the program makes
+everything again, including directories and archives; those of an older version are then no longer tested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TREES: dict[str, Callable[[Path], Tree]] = {
     "stats": figures.stats,
     **{f"bench-{name}": partial(outputs.bench, name) for name in outputs.BENCH},
 }
-"""What is compared with the present code, by name; each is given an empty folder."""
+"""Functions that produce a tree to compare with the frozen one, by name. Each gets an empty folder."""
 
 
 def main(wanted: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Names that users write: the API with its signatures, the configuration, the command line, loggers."""
+"""Collects the names that users write: the API with its signatures, the configuration, the command line, loggers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierstore.cli.app import app
 
 _OURS = ("tierstore", "prefetch")
 _MADE_BY_CALLS = ("Lease", "Session", "StoreConfig", "TierStore", "Watch")
-"""Classes that users get from a call and do not construct: what their constructors take is nobody's business."""
+"""Classes that users get from a call and never construct. The parameters of their constructors are not frozen."""
 
 _STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
 _QUALIFIED = re.compile(
@@ -35,19 +35,19 @@ _QUALIFIED = re.compile(
 
 
 def public_names(module: ModuleType) -> Tree:
-    """Every name of ``__all__`` and what it is."""
+    """Return a description of every name in ``__all__``."""
     return {name: _described(getattr(module, name)) for name in module.__all__}
 
 
 def api() -> Tree:
-    """What ``tierstore`` and ``prefetch`` export."""
+    """Return a description of everything that ``tierstore`` and ``prefetch`` export."""
     return {"tierstore": public_names(tierstore), "prefetch": public_names(prefetch)}
 
 
 def adapters() -> Tree:
-    """What users of engines and kernels import, by the names that their code and their JSON files have."""
+    """Return a description of what users of engines and kernels import or name in their JSON files."""
     vllm = importlib.import_module("tierstore.adapters.vllm")
-    load_connector()  # over stand-ins: vLLM is in another environment
+    load_connector()  # with stubs, because vLLM is in another environment
     attention = importlib.import_module("tierstore.gpu.attention.paged")
     kernels = ("PagedDecode", "PagedPrefill", "merge_states")
     return {
@@ -61,7 +61,7 @@ def adapters() -> Tree:
 
 
 def _classes_in(module: str) -> Tree:
-    """Public classes and their methods as the source has them, for a module that only vLLM can import."""
+    """Return the public classes and methods of a module that only vLLM can import, as found in its source."""
     found: dict[str, Tree] = {}
     spec = importlib.util.find_spec(module)
     assert spec is not None
@@ -89,7 +89,7 @@ def _described(value: object) -> Tree:
 
 
 def _class(value: type) -> Tree:
-    """Public bases, members and signatures, as far as the class and its bases of ours define them."""
+    """Return the public bases, members and signatures of a class, without members inherited from other libraries."""
     found: dict[str, Tree] = {"<bases>": ", ".join(_public_bases(value))}
     if issubclass(value, enum.Enum):
         return {**found, **{name: member.value for name, member in value.__members__.items()}}
@@ -117,7 +117,7 @@ def _public_bases(value: type) -> Iterator[str]:
 
 
 def _members(value: type) -> Iterator[tuple[str, object]]:
-    """Public names, and those that ``with`` uses."""
+    """Yield the public members of a class, and the methods that ``with`` calls."""
     seen = set()
     for base in value.__mro__:
         if base.__module__.split(".")[0] not in _OURS:
@@ -129,7 +129,7 @@ def _members(value: type) -> Iterator[tuple[str, object]]:
 
 
 def _signature(value: Any) -> str:
-    """Parameters with annotations and defaults, and what is returned."""
+    """Return the parameters with annotations and defaults, and the return type, as text."""
     signature = inspect.signature(value)
     parts = []
     before: object = None
@@ -151,13 +151,13 @@ def _default(value: object) -> str:
 
 
 def _plain(annotation: object) -> str:
-    """Without the modules that names are in: those may move."""
+    """Return an annotation without module names, because a class may move to another module."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return _QUALIFIED.sub(r"\1", text)
 
 
 def config() -> Tree:
-    """The schema of a configuration without its prose, and what a small configuration becomes."""
+    """Return the configuration's schema without descriptions, and the effective values of a small configuration."""
     small = tierstore.load_config(
         {
             "page_size": "16",
@@ -186,7 +186,7 @@ def _without_prose(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def commands() -> Tree:
-    """Commands and subcommands with their arguments and options, without the sentences."""
+    """Return commands and subcommands with their arguments and options, without help texts."""
     return _group(typer.main.get_command(app))
 
 
@@ -223,7 +223,10 @@ def _options(command: Any) -> Tree:
 
 
 def loggers() -> Tree:
-    """Names of all loggers, as the sources make them: modules that need a GPU or vLLM cannot be imported everywhere."""
+    """Return the names of all loggers, as found in the sources.
+
+    The modules are not imported, because some of them need a GPU or vLLM.
+    """
     found: dict[str, Tree] = {}
     for package in (tierstore, prefetch):
         (root,) = map(Path, package.__path__)
@@ -235,7 +238,10 @@ def loggers() -> Tree:
 
 
 def _loggers_of(path: Path, module: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if "getLogger" not in text:  # parsing every module takes a second
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "getLogger":
             (argument,) = node.args
             parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]

@@ -1,4 +1,4 @@
-"""Keys of the commands' ``--json`` objects, at sizes that take no time, and exit codes of what they refuse."""
+"""Runs all commands on tiny inputs, and collects their exit codes and the keys in their ``--json`` output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BENCH: dict[str, str] = {
 
 
 def bench(name: str, scratch: Path) -> Tree:
-    """What a benchmark tells."""
+    """Return the keys in the output of a benchmark."""
     return _names(shape(told("bench", name, *BENCH[name].format(scratch=scratch).split())))
 
 
 def outputs(scratch: Path) -> Tree:
-    """What the other commands tell."""
+    """Return the keys in the output of all commands except benchmarks."""
     case = directories.CASES[0]
     home, archive = directories.unpack(case, scratch)
     config = directories.config_file(case, home)
@@ -68,7 +68,7 @@ def outputs(scratch: Path) -> Tree:
 
 
 def exit_codes(scratch: Path) -> Tree:
-    """0: well; 1: it ran, and something is wrong; 2: it could not be done as asked."""
+    """Return exit codes: 0 for success, 1 if a command has found something wrong, 2 if it cannot run as asked."""
     case = directories.CASES[0]
     home, archive = directories.unpack(case, scratch)
     config = directories.config_file(case, home)
@@ -129,18 +129,18 @@ def exit_codes(scratch: Path) -> Tree:
 
 
 def _names(tree: Tree) -> Tree:
-    """Without types: a figure may be whole, or null where this machine cannot tell it."""
+    """Return the tree without its values, because a number may be an integer, a float, or null on some machines."""
     return {name: _names(part) for name, part in tree.items()} if isinstance(tree, dict) else "value"
 
 
 def _a_key(case: directories.Case) -> str:
-    """The key of a page that the case's directory has."""
+    """Return the key of a page in the case's directory."""
     key: str = next(iter(load(case.name)["pages"]["trunk"]))
     return key
 
 
 def _damaged(case: directories.Case, into: Path) -> Path:
-    """A directory of which a byte of each page has changed."""
+    """Return a copy of the case's directory in which one byte of each page is changed."""
     home, _ = directories.unpack(case, into)
     (data,) = home.rglob("data.mdb")
     raw = bytearray(data.read_bytes())

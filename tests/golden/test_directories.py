@@ -1,4 +1,4 @@
-"""Directories and archives of an earlier version open with today's code, and every page has its bytes."""
+"""Test that the current code reads directories and archives of an earlier version, and finds every page unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.golden.trees import load, require_same
 LOSSLESS = [case for case in CASES if case.codec in ("none", "exp")]
 IDS = [case.name for case in CASES]
 HEAD = struct.Struct("<8sHBBIQQ32s36s36sQ")
-"""Magic, version, codec, whether there is a parent, 0, lengths of page and payload, fingerprint, key, parent, write."""
+"""Magic, version, codec, has a parent, 0, lengths of page and payload, fingerprint, key, parent, generation."""
 HEAD_NBYTES = 4080
 
 
@@ -79,7 +79,7 @@ def test_an_earlier_versions_archive_is_imported_and_every_page_has_its_bytes(
     with open_store(case, elsewhere) as store:
         require_same(case.name, frozen(case)["pages"], documents_of(store))
     with open_store(case, None) as store:
-        if case.codec != "int8":  # keys of pages that lost something are those of a store that loses as much
+        if case.codec != "int8":  # a store with a lossy codec has other keys than one without
             assert asyncio.run(store.import_pages(archive)).complete
             require_same(case.name, frozen(case)["pages"], documents_of(store))
     require_same(case.name, frozen(case)["export"], exported_to(tmp_path / "again.tier", case, home))
@@ -114,7 +114,7 @@ def key_before(keys: list[Any], index: int) -> bytes | None:
 
 
 def heads_in(raw: bytes, page_nbytes: int) -> dict[bytes, tuple[Any, ...]]:
-    """Fields of every head whose checksum is right, by key."""
+    """Return the fields of every record head with a valid checksum, by key."""
     found = {}
     at = raw.find(b"TierPage")
     while at >= 0:

@@ -1,4 +1,4 @@
-"""One process at a time has a directory, whichever version of the code it runs."""
+"""Test that only one process at a time can open a directory, whichever version of the code it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.golden.trees import load, require_same
 
 CHECKOUT = Path(__file__).parents[2]
 EARLIER = "5edb623"
-"""A commit that wrote directories which are still in use."""
+"""A commit of an earlier version. Directories that it wrote are still in use."""
 
 
 def lock_of(home: Path) -> Path:
@@ -65,7 +65,7 @@ def test_the_lock_is_an_flock_of_a_file_beside_the_directory_with_the_holders_pi
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_whoever_holds_an_flock_of_that_file_has_the_directory(tmp_path: Path) -> None:
+def test_holder_of_the_flock_owns_the_directory(tmp_path: Path) -> None:
     case, home = CASES[0], tmp_path / "home"
     with open_store(case, home) as store:
         put_documents(store)
@@ -81,7 +81,7 @@ def test_whoever_holds_an_flock_of_that_file_has_the_directory(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages as they were at ``EARLIER``."""
+    """Return a folder with the packages of the commit ``EARLIER``."""
     command = ["git", "archive", EARLIER, "tierstore", "prefetch"]
     made = subprocess.run(command, cwd=CHECKOUT, capture_output=True, check=False)
     if made.returncode:
@@ -117,12 +117,12 @@ print(json.dumps({"pages": pages}), flush=True)
 sys.stdin.readline()
 store.close()
 """
-"""Opens a directory, prints what it finds there, and closes it when it is told to."""
+"""Opens a directory, prints the digests of its pages or the error, and closes it at the end of its input."""
 
 
 @contextmanager
 def opened_by(earlier: Path, case: Case, home: Path) -> Iterator[Any]:
-    """What the earlier code says of a directory; it has it until the end of the block, unless it was refused."""
+    """Open a directory in a process with the earlier code, until the block ends. Yield what the process prints."""
     specs = [asdict(spec) for spec in case.specs]
     told = json.dumps([str(earlier), store_config(case, home), specs, DOCUMENTS])
     with subprocess.Popen(
@@ -138,7 +138,7 @@ def opened_by(earlier: Path, case: Case, home: Path) -> Iterator[Any]:
 
 
 def bytes_in(home: Path) -> dict[str, bytes]:
-    """Every file below a directory but locks, which name whoever looked last."""
+    """Return the bytes of every file below a directory, except lock files, which change whenever it is opened."""
     files = [path for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(home)): path.read_bytes() for path in files if path.name != "lock.mdb"}
 

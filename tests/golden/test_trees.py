@@ -1,4 +1,4 @@
-"""Names, keys and fingerprints are those that users, their files and their dashboards rely on."""
+"""Test that the names, keys and fingerprints that users, their files and their dashboards rely on have not changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.golden.trees import require_frozen, require_same, shape
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_nothing_that_users_rely_on_has_changed(name: str, tmp_path: Path) -> None:
+def test_golden_trees_are_unchanged(name: str, tmp_path: Path) -> None:
     require_frozen(name, TREES[name](tmp_path))
 
 
@@ -23,7 +23,7 @@ def test_a_difference_is_named_as_missing_new_or_changed() -> None:
     assert any("python -m tests.golden.make stats" in line for line in lines)
 
 
-def test_a_shape_has_names_and_types_and_the_union_of_a_lists_items() -> None:
+def test_shape_has_names_types_and_the_union_of_list_items() -> None:
     rows = [{"n": 1, "why": None}, {"n": 2.5, "why": "x"}, {"n": 1, "more": []}]
     assert shape({"rows": rows, "by": {"k1": 1, "k2": 2}}, maps=("by",)) == {
         "rows": {"[]": {"n": "float | int", "why": "None | str", "more": {"[]": "nothing"}}},

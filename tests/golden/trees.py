@@ -1,4 +1,4 @@
-"""Frozen trees: nested mappings of plain values in ``data/``, and a comparison that names every difference."""
+"""Reads, writes and compares frozen trees: nested mappings of plain values, stored as JSON in ``data/``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 DATA = Path(__file__).with_name("data")
 
 Tree: TypeAlias = Any
-"""What JSON can hold: nested mappings and lists of plain values."""
+"""A JSON value: nested mappings and lists of plain values."""
 
 
 def load(name: str) -> Tree:
@@ -20,19 +20,19 @@ def load(name: str) -> Tree:
 
 
 def save(name: str, tree: Tree) -> None:
-    """Freeze a tree. Names are sorted, so that a change is a small diff."""
+    """Write a tree as the frozen tree of this name. Keys are sorted, so that a change produces a small diff."""
     DATA.mkdir(exist_ok=True)
     text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False)
     (DATA / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def require_frozen(name: str, found: Tree) -> None:
-    """AssertionError that lists what is missing, new or changed against the frozen tree of this name."""
+    """Raise an AssertionError that lists what is missing, new or changed relative to the frozen tree of this name."""
     require_same(name, load(name), json.loads(json.dumps(found)))
 
 
 def require_same(name: str, frozen: Tree, found: Tree) -> None:
-    """AssertionError that lists what is missing, new or changed."""
+    """Raise an AssertionError that lists what is missing, new or changed in ``found``, unless it equals ``frozen``."""
     differences = list(_differences(_leaves(frozen), _leaves(found)))
     assert not differences, "\n".join(
         [
@@ -56,7 +56,7 @@ def _differences(frozen: Mapping[str, Tree], found: Mapping[str, Tree]) -> Itera
 
 
 def _leaves(tree: Tree, path: str = "") -> dict[str, Tree]:
-    """Every plain value, and every empty mapping or list, by its path."""
+    """Return every plain value, and every empty mapping or list, by its path."""
     if isinstance(tree, dict) and tree:
         parts = [(f"{path}.{name}" if path else name, part) for name, part in tree.items()]
     elif isinstance(tree, list) and tree:
@@ -67,9 +67,10 @@ def _leaves(tree: Tree, path: str = "") -> dict[str, Tree]:
 
 
 def shape(value: object, maps: Iterable[str] = (), path: str = "") -> Tree:
-    """The names and types of plain data, without its values.
+    """Return the names and types in plain data, without the values.
 
-    A list is the union of its items. ``maps``: paths of mappings whose keys are data; their values are a union, too.
+    The items of a list are merged into one shape. ``maps`` are the paths of mappings whose keys are data; their values
+    are merged, too.
     """
     if isinstance(value, Mapping):
         if path in maps:

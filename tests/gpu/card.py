@@ -1,4 +1,4 @@
-"""Work that is still running on the card when the host goes on, and pages that tell whose they are."""
+"""Helpers for GPU tests: device work that runs after the call returns, and pages whose bytes identify their key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.store import TierStore
 from tierstore.types import PageKey, Tier
 
 SPEC = PageSpec(num_layers=4, page_size=64, num_kv_heads=4, head_dim=64, dtype="bfloat16", model="card")
-"""Pages of 256 KiB: copies take long enough to be overtaken."""
+"""Pages of 256 KiB. Copying them takes long enough for other work to overtake the copies."""
 
 _CYCLES_PER_MS = 1_700_000
 
@@ -23,39 +23,39 @@ def small_tiers(hbm: int, host: int) -> StoreConfig:
 
 
 def delay(ms: float, stream: torch.cuda.Stream | None = None) -> None:
-    """Keeps a stream, the current one if None, busy for about so long; returns at once."""
+    """Keep a stream, by default the current one, busy for about ``ms`` milliseconds. Return immediately."""
     with torch.cuda.stream(stream or torch.cuda.current_stream()):
         torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
 
 def stall_copies(bench: Bench, dst: Tier, ms: float) -> None:
-    """Copies to the tier that are submitted from now on start so much later."""
+    """Delay the start of copies to ``dst`` by ``ms`` milliseconds, for copies that are submitted from now on."""
     engine = bench.copies.inner
     assert isinstance(engine, CudaCopyEngine)
     delay(ms, engine._lanes[dst].stream)
 
 
 def pattern(key: PageKey) -> torch.Tensor:
-    """The page of a key on the card, as int16 ``[page_nbytes / 2]``; queued on the current stream."""
+    """Return the content of a key's page as int16 ``[page_nbytes / 2]``, computed on the current stream."""
     seed = int.from_bytes(key[:2], "little")
     ramp = torch.arange(SPEC.page_nbytes // 2, dtype=torch.int32, device="cuda:0")
     return (ramp * 7 + seed).to(torch.int16)
 
 
 def as_integers(store: TierStore, slot: int) -> torch.Tensor:
-    """A slot in place, as int16 ``[page_nbytes / 2]``."""
+    """Return a view of a slot as int16 ``[page_nbytes / 2]``."""
     return page_tensor(store)[slot].view(torch.int16).flatten()
 
 
 def write_late(store: TierStore, key: PageKey, slot: int, ms: float) -> None:
-    """Queues a long kernel and then the page's bytes on the current stream; returns before they are written."""
+    """Queue a kernel of ``ms`` milliseconds and then the write of the page on the current stream, without waiting."""
     want = pattern(key)
     delay(ms)
     as_integers(store, slot).copy_(want)
 
 
 class Reader:
-    """Compares pages on the card, on the current stream, and counts differences there: nothing waits."""
+    """Compares pages and counts the differences on the GPU, in the current stream, so that the CPU never waits."""
 
     def __init__(self) -> None:
         self._wrong = torch.zeros((), dtype=torch.int64, device="cuda:0")

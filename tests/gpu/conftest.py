@@ -1,4 +1,4 @@
-"""Every test here has HBM on the first card, whatever the rest of the run uses."""
+"""Puts the HBM tier of all tests in this folder on the first GPU, whatever device the other tests use."""
 
 from __future__ import annotations
 

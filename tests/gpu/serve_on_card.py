@@ -1,8 +1,8 @@
-"""The server over a long document on a card, over HTTP: ``python -m tests.gpu.serve_on_card``.
+"""Measures the server with a long document on a GPU: ``python -m tests.gpu.serve_on_card``.
 
-A Llama of random weights with a token for each byte. One document is added and read, then asked again and again with
-its pages in HBM, in host memory and on disk; seconds from the client's side, and the server's own. The last line is one
-JSON object. With ``--shape tiny --device cpu --tokens 2000`` it runs on a CPU.
+The model is a Llama with random weights and one token per byte. One document is added and read. Then it is asked about
+repeatedly over HTTP, with its pages in HBM, in host memory and on disk. Both the client and the server measure times.
+The last line of output is a JSON object. With ``--shape tiny --device cpu --tokens 2000`` it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tierstore.types import PageKey, Tier
 
 PAGE = 64
 ANSWER = 8
-"""Tokens of an answer, and of a question some more: the client's time is to the last of them."""
+"""Number of tokens in an answer. The client measures the time until the last one."""
 PATIENCE_S = 300.0
 
 
 def main() -> None:
-    """All of it."""
+    """Run the measurement and print its result."""
     options = argparse.ArgumentParser()
     options.add_argument("--device", default="cuda:0")
     options.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measured(url: str, reader: Reader, store: TierStore, length: int, rounds: int) -> dict[str, Any]:
-    """Seconds by where the document's pages were."""
+    """Add a document, and ask about it with its pages in each tier. Return the times in seconds per tier."""
     text = "".join(random.Random(0).choices("abcdefgh ", k=length))
     keys = store.keys(reader.about(text))
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def measured(url: str, reader: Reader, store: TierStore, length: int, rounds: in
 
 
 def send_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
-    """The document's pages are readable in ``tier`` and nowhere above."""
+    """Evict the document's pages from all tiers above ``tier``."""
     for above in [t for t in Tier if t < tier]:
         store.evict(keys, above)
     store.drain(PATIENCE_S)
@@ -111,7 +111,7 @@ def send_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
 
 @contextmanager
 def served(reader: Reader, store: TierStore) -> Iterator[str]:
-    """The address of a server over this store."""
+    """Run a server with this store, and yield its address."""
     engine, listening = Engine(reader, store), Event()
     app = make_app(reader, engine, store, Library(), Tenants())
     bound = socket()
@@ -129,7 +129,7 @@ def served(reader: Reader, store: TierStore) -> Iterator[str]:
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the server answers."""
+    """Send a request to the server: POST with ``body`` as JSON, or GET if it is None. Return the parsed response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
@@ -138,7 +138,7 @@ def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print a progress message."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""transformers on a card over a store whose HBM is there: the answers are those of plain transformers."""
+"""Test that transformers answers the same with a store as without it, if the model and HBM are on a GPU."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

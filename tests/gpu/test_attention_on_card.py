@@ -1,4 +1,4 @@
-"""On a card: attention over pages is that of float64, by every way; a recorded run follows plans."""
+"""Tests of attention over pages on a GPU: all backends agree with float64, and a recorded graph follows new plans."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_many_queries_of_any_shape(case: Case) -> None:
     scene.require_right(*scene.run(InPlace(CARD)))
 
 
-def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
+def test_recorded_graph_follows_the_last_plan() -> None:
     way = InPlace(CARD, max_pages=200)
     scene = Scene.of(replace(LLAMA, lens=[9000, 0, 64]), "cuda:0")
     scene.require_right(*scene.run(way))
@@ -81,7 +81,7 @@ def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
         way.run(scene.q, scene.pages, out, lse)
     for lens in ([8000, 200, 65], [0, 0, 0], [3000, 5000, 1], [1, 1, 8000]):
         other = Scene.of(replace(LLAMA, lens=lens), "cuda:0")
-        scene.pages[: len(other.pages)] = other.pages  # what was recorded reads these
+        scene.pages[: len(other.pages)] = other.pages  # the recorded graph reads these tensors
         scene.q.copy_(other.q)
         way.plan(other.table)
         out.fill_(torch.nan)
@@ -90,7 +90,7 @@ def test_a_recorded_run_computes_what_the_last_plan_says() -> None:
         other.require_right(out, lse)
 
 
-def test_the_two_ways_in_agree_with_each_other_and_say_what_they_chose() -> None:
+def test_decode_and_prefill_agree_and_report_their_backend() -> None:
     case = replace(LLAMA, lens=[3000, 777])
     scene = Scene.of(case, "cuda:0")
     table, shape = scene.table, scene.table.shape

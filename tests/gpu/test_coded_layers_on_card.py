@@ -1,4 +1,4 @@
-"""On a card: pages that host memory holds encoded are read layer by layer, as soon as their events say so."""
+"""Test on a GPU that layers which are loaded from encoded host memory are correct once their events have completed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAGES, ROUNDS = 24, 60
 
 
 def spec_of(head_dim: int) -> PageSpec:
-    """Eight layers; pages of 4 MiB with heads of 256."""
+    """Return a page specification with eight layers. With a ``head_dim`` of 256, pages are 4 MiB."""
     return PageSpec(
         num_layers=8, page_size=64, num_kv_heads=8, head_dim=head_dim, dtype="bfloat16", model="layers"
     )
 
 
 def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
-    """What the CPU makes of a page, as int16 ``[layers, numbers of a layer]``."""
+    """Encode and decode a page on the CPU. Return it as int16 ``[layers, numbers of a layer]``."""
     layout = PageLayout.of(spec)
     held = HostFormat.of(name, layout)
     slot = np.zeros(held.slot_nbytes, dtype=np.uint8)
@@ -45,10 +45,10 @@ def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
         ("int8", 256, "from host memory", 4),
         ("fp8", 256, "from host memory", 4),
         ("k8v4", 256, "from host memory", 4),
-        ("int8", 528, "on the card, batch", 2),  # the last 16 numbers of a head have a scale: through slabs
+        ("int8", 528, "on the card, batch", 2),  # through slabs; the last 16 numbers of a head share a scale
     ],
 )
-def test_layers_are_right_when_their_events_say_so(
+def test_layers_are_right_once_their_events_complete(
     name: str, head_dim: int, copies: str, groups: int
 ) -> None:
     spec = spec_of(head_dim)

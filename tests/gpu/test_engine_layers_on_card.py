@@ -1,4 +1,7 @@
-"""On a card: an engine's layers are read as soon as their events say so, while later ones come through the slabs."""
+"""Test on a GPU that an engine's layers are correct once their events have completed.
+
+Later layers are still being copied through slabs at that time.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ from tierstore.types import Ack, PageKey, Tier, Transfer
 pytestmark = pytest.mark.gpu
 
 SPEC = PageSpec(num_layers=8, page_size=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", model="engine")
-"""Pieces of 16 KiB, pages of 256 KiB."""
+"""Pages of 256 KiB, in pieces of 16 KiB."""
 
 PAGES, SLOTS, ROUNDS = 96, 256, 300
 
 
 def gently(engine: CopyEngine) -> list[Ack]:
-    """Asks as a lease that waits does."""
+    """Poll the copy engine after a short pause, as a waiting lease does."""
     sleep(0.0002)
     return engine.poll()
 
 
-def test_layers_are_right_when_their_events_say_so_in_every_round() -> None:
+def test_layers_are_right_once_their_events_complete_in_every_round() -> None:
     layout = PageLayout.of(SPEC)
     layers = LayerGroups.of(layout, 8, 1)
     whole = torch.zeros(8, 2, SLOTS, 16, 8, 64, dtype=torch.bfloat16, device=DEVICE)
@@ -66,7 +69,7 @@ def test_layers_are_right_when_their_events_say_so_in_every_round() -> None:
             delay(0.2)
         acks: list[Ack] = []
         for layer in range(8):
-            # Once the transfer has ended nothing of it is arriving any more: the ack says that all of it is there.
+            # Once the transfer has ended, ``arriving`` no longer reports it. The ack says that all layers have arrived.
             while not (arriving := engine.arriving(slots, layer)).submitted and not acks:
                 acks += gently(engine)
             if isinstance(arriving.event, torch.cuda.Event):

@@ -1,4 +1,7 @@
-"""Encoded host memory with HBM on a card: coded there, to the byte as on the CPU; the store's promises over it."""
+"""Tests of encoded host memory with HBM on a GPU: the GPU encodes and decodes to the same bytes as the CPU.
+
+Also runs the state machine on a store with such memory.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ def many_groups(dtype: str) -> PageLayout:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", FLOATS)  # each has kernels of its own, which take seconds to compile
-def test_payloads_and_pages_are_those_of_the_cpu(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)  # each dtype has its own kernels, which take seconds to compile
+def test_payloads_and_pages_equal_those_of_the_cpu(name: str, dtype: str) -> None:
     layout = many_groups(dtype)
     for features in ([], FEATURES, ["subnormals", "tiny"], ["zeros", "outliers", "extremes"]):
         found = [page_like_kv(layout, seed, frozenset(features)) for seed in range(3)]
@@ -64,7 +67,7 @@ def test_payloads_and_pages_are_those_of_the_cpu(name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "letters"), [*((name, "BHNKD") for name in NAMES), ("k8v4", "BKNHD"), ("k8v4", "DNHKB")]
 )
-def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str, letters: str) -> None:
+def test_engine_tensors_are_encoded_in_place_with_any_strides(name: str, letters: str) -> None:
     spec = spec_of("bfloat16", 3, 32, 2, 64)
     layout = PageLayout.of(spec)
     found = [page_like_kv(layout, seed, frozenset({"outliers"})) for seed in range(3)]
@@ -77,7 +80,7 @@ def test_an_engines_tensors_are_coded_in_place_whatever_their_strides(name: str,
 
 
 def numbers_of(name: str) -> torch.Tensor:
-    """A page on the card; queued on the current stream."""
+    """Return the content of a page on the GPU, computed on the current stream."""
     (key,) = chain(1, name)
     chance = torch.Generator(device="cuda:0").manual_seed(int.from_bytes(key[:7], "big"))
     return torch.randn(SPEC.shape, generator=chance, device="cuda:0").to(torch.bfloat16)
@@ -88,7 +91,7 @@ def as_bytes(page: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def lossy(codec: str, page: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """Payload and page as the CPU makes them."""
+    """Encode and decode a page on the CPU. Return the payload and the decoded page."""
     encoder, decoder = codecs.encoder(codec, LAYOUT), codecs.decoder(codec, LAYOUT)
     assert encoder is not None
     assert decoder is not None
@@ -102,7 +105,7 @@ def lossy(codec: str, page: torch.Tensor) -> tuple[bytes, torch.Tensor]:
 
 @pytest.fixture(params=[*NAMES, *(f"{name} through slabs" for name in NAMES)])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[benches.Bench]:
-    """Slabs of three pages: transfers take turns."""
+    """Yield a store for each codec and route. Slabs hold only three pages, so that transfers take turns."""
     codec, _, slabs = request.param.partition(" ")
     for way in ("UP_NBYTES", "DOWN_NBYTES"):
         monkeypatch.setattr(encoded_routes, way, 3 * SPEC.page_nbytes)
@@ -117,13 +120,13 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def held(bench: benches.Bench, key: bytes) -> bytes:
-    """What host memory has of a page, all of its slot."""
+    """Return all bytes of a page's slot in host memory."""
     arena = bench.parts.arena
     assert arena is not None
     return arena.view(bench.directory.residency.tables[Tier.HOST].copies[key].slot).tobytes()  # type: ignore[index]
 
 
-def test_a_stores_pages_go_down_and_up_as_the_cpu_codes_them_by_kernels(store: benches.Bench) -> None:
+def test_store_pages_move_down_and_up_with_the_cpus_encoding(store: benches.Bench) -> None:
     codec = store.parts.arena.held.codec if store.parts.arena is not None else ""
     keys = chain(11)
     slots = store.store.allocate(11)
@@ -149,7 +152,7 @@ def test_a_stores_pages_go_down_and_up_as_the_cpu_codes_them_by_kernels(store: b
     assert isinstance(store.copies.inner, CudaCopyEngine)
 
 
-def test_a_page_that_cannot_be_stated_stays_behind_alone(store: benches.Bench) -> None:
+def test_only_the_unrepresentable_page_stays_behind(store: benches.Bench) -> None:
     keys = chain(8)
     slots = store.store.allocate(8)
     for number, slot in enumerate(slots):
@@ -166,7 +169,7 @@ def test_a_page_that_cannot_be_stated_stays_behind_alone(store: benches.Bench) -
 
 
 def test_pages_swap_slots_under_late_readers_and_writers(store: benches.Bench) -> None:
-    """Reads and writes are only ever queued; slots, slabs and copies go round in both tiers."""
+    """Queue reads and writes without waiting, while the slots of both tiers and the slabs are reused."""
     codec = store.parts.arena.held.codec if store.parts.arena is not None else ""
     wanted = {str(n): lossy(codec, numbers_of(str(n)))[1].cuda() for n in range(6)}
     exact = {str(n): numbers_of(str(n)) for n in range(6)}
@@ -198,20 +201,20 @@ def test_pages_swap_slots_under_late_readers_and_writers(store: benches.Bench) -
 
 
 class EncodedOnCard(SecretMachine):
-    """HOST holds pages as int8, made on the card."""
+    """State machine of stores whose HOST tier contains pages as int8, encoded on the GPU."""
 
     shapes: ClassVar = [(HOST, None), (HOST, 200), (1, 200)]
     host_more: ClassVar[dict[str, object]] = {"codec": "int8"}
 
 
-def test_no_sequence_of_calls_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sequence_of_calls_breaks_an_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "STEADY", "int8")
     run_state_machine_as_test(
         EncodedOnCard, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
     )
 
 
-def test_without_triton_the_cpu_codes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_cpu_encodes_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, codec_kernels.__name__, None)
     monkeypatch.delattr(quant, "codec_kernels")
     config = tiers(4, 8, page_nbytes=SPEC.page_nbytes, host_more={"codec": "int8"})

@@ -1,4 +1,7 @@
-"""A real model on a card, in float32: more documents than HBM and host memory hold, answers as without the store."""
+"""Test a real model in float32 on a GPU, with more documents than HBM and host memory hold.
+
+Its answers must equal those without the store.
+"""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -65,7 +68,7 @@ def test_six_documents_over_a_pool_for_two_answer_like_plain_transformers(
     }
     seen: Counter[Tier] = Counter()
     with TierStore.open(load_config(config), specs) as store:
-        # The last one is in HBM still, the one before those in host memory, the first ones on disk alone.
+        # The last documents are still in HBM, earlier ones are in host memory, and the first ones are only on disk.
         for index, question in [(i, 0) for i in range(DOCUMENTS)] + [(i, 1) for i in (5, 3, 0, 0, 1, 4, 2)]:
             prompt = found[index] + questions[question]
             expected = plain(model, prompt, max_new_tokens=NEW)

@@ -1,4 +1,4 @@
-"""The adapter on a card whose copies are late: its stream waits for each layer, and the host does not."""
+"""Test the transformers adapter on a GPU with late copies: the stream waits for each layer, the CPU does not."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

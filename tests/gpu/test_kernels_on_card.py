@@ -1,4 +1,4 @@
-"""On a card: the copy kernel moves every byte and no other, whatever the addresses divide by."""
+"""Test on a GPU that the copy kernel copies exactly the requested bytes, whatever the alignment of the addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ RUBBISH = 0xEE
 
 
 class Ground:
-    """Slots of several pieces in device memory, all ``shift`` bytes off a page's boundary, and pages beside them."""
+    """Slots on the GPU, and pages to copy to and from them.
+
+    Each slot consists of several pieces. The memory of the slots starts ``shift`` bytes after a multiple of 4096.
+    ``pages`` is in pinned memory if ``pinned``, else on the GPU.
+    """
 
     def __init__(self, piece: int, pieces: int, slots: int, shift: int, pinned: bool) -> None:
         self.piece, self.pieces, self.slots = piece, pieces, slots
@@ -42,7 +46,7 @@ class Ground:
         torch.cuda.synchronize()
 
     def slot_bytes(self) -> torch.Tensor:
-        """The slots' pages, ``[slots, page]``, on the CPU."""
+        """Return the bytes of all slots as ``[slots, page]`` on the CPU."""
         return self._view.permute(1, 0, 2).reshape(self.slots, -1).cpu()
 
     def addresses(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -52,7 +56,7 @@ class Ground:
 @pytest.mark.parametrize(("piece", "shift"), [(4096, 0), (4096, 8), (260, 4), (130, 2), (129, 1), (80, 16)])
 @pytest.mark.parametrize("grid", [UP, DOWN, NEAR, Grid(1, 32, 1)])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_pages_go_out_and_come_in_and_nothing_else_is_touched(
+def test_pages_are_copied_out_and_in_and_nothing_else_changes(
     piece: int, shift: int, grid: Grid, pinned: bool
 ) -> None:
     ground = Ground(piece, 3, 40, shift, pinned)
@@ -81,7 +85,7 @@ def test_pages_go_out_and_come_in_and_nothing_else_is_touched(
     )
 
 
-def test_more_pages_than_a_block_has_room_for_and_launches_that_follow_each_other() -> None:
+def test_more_pages_than_one_argument_block_and_consecutive_launches() -> None:
     ground = Ground(64, 1, 5000, 0, pinned=True)
     mover = Pieces(ground.segments, DEVICE, Grid(2, 64, 1))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ def test_more_pages_than_a_block_has_room_for_and_launches_that_follow_each_othe
     order = np.random.default_rng(1).permutation(5000).astype(np.int64)
     torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    for start in range(0, 5000, 1000):  # each launch has a table of its own while the others have not begun
+    for start in range(0, 5000, 1000):  # each launch has its own table, because the others have not begun
         mover.gather(order[start : start + 1000], ground.addresses(np.arange(start, start + 1000)), stream)
     torch.cuda.synchronize()
     assert torch.equal(ground.pages, before[order])

@@ -1,4 +1,4 @@
-"""On a card: a layer is read as soon as its event says so, while later layers are still being copied."""
+"""Test on a GPU that a layer is correct once its event has completed, while later layers are still being copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 pytestmark = pytest.mark.gpu
 
 SPEC = PageSpec(num_layers=8, page_size=256, num_kv_heads=8, head_dim=64, dtype="bfloat16", model="layers")
-"""Pages of 4 MiB: a lease of many is launched by the lane's thread, in eight groups."""
+"""Pages of 4 MiB. The lane's thread launches the copies of a large lease in eight groups of layers."""
 
 PAGES = 24
 NAMES = 6
@@ -26,7 +26,7 @@ ROUNDS = 1000
 
 
 class Content:
-    """What the pages of each name hold, on the card: int16 ``[PAGES, layers, numbers of a layer]``."""
+    """The content of all pages, on the GPU. ``pages`` is int16 ``[NAMES, PAGES, layers, numbers of a layer]``."""
 
     def __init__(self) -> None:
         chance = torch.Generator("cuda:0").manual_seed(3)
@@ -39,7 +39,7 @@ class Content:
         self.layers_read = 0
 
     def words(self, bench: Bench) -> torch.Tensor:
-        """All slots in place, int16 ``[slots, layers, numbers of a layer]``."""
+        """Return a view of all slots as int16 ``[slots, layers, numbers of a layer]``."""
         pages = page_tensor(bench.store).view(torch.int16)
         return pages.view(len(pages), SPEC.num_layers, -1)
 
@@ -49,7 +49,7 @@ class Content:
         bench.store.put(self.keys[name], slots)
 
     def read(self, bench: Bench, lease: Lease, name: int, layer: int) -> None:
-        """Queues a comparison on the current stream: no byte may be missing when it runs."""
+        """Queue a comparison of one layer on the current stream. All bytes must have arrived when it runs."""
         event = lease.ready(layer, PATIENCE_S)
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(event)
@@ -63,7 +63,7 @@ class Content:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    # Two leases fit HBM, so slots go round under late readers.
+    # HBM has space for two leases, so slots are reused while late reads of them are queued.
     config = tiers(2 * PAGES, NAMES * PAGES, page_nbytes=SPEC.page_nbytes)
     bench = open_bench(config, SPEC, pump=True)
     yield bench
@@ -78,7 +78,7 @@ def groups_of(bench: Bench) -> int:
     return int(hbm["layer_groups"])
 
 
-def test_layers_are_right_when_their_events_say_so_in_every_round(bench: Bench) -> None:
+def test_layers_are_right_once_their_events_complete_in_every_round(bench: Bench) -> None:
     # F001, F004, F005, F022
     assert groups_of(bench) == 8
     chance, content = random.Random(5), Content()
@@ -131,7 +131,7 @@ def test_a_layer_can_be_used_while_the_lease_is_still_pending(bench: Bench) -> N
     assert early > 0, "the last layer was always there with the first: nothing overlaps"
 
 
-def test_pages_that_are_there_and_pages_that_come_are_read_together(bench: Bench) -> None:
+def test_resident_and_arriving_pages_are_read_together(bench: Bench) -> None:
     content = Content()
     content.write(bench, 1)
     bench.store.demote(content.keys[1], Tier.HOST)

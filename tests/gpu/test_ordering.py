@@ -1,4 +1,8 @@
-"""On a card: a copy reads a page after its last write and writes a slot after its last use, with nobody waiting."""
+"""Test the ordering of copies on a GPU.
+
+A copy must read a page only after the page's last write, and overwrite a slot only after the slot's last use. The CPU
+does not wait for either.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def bench() -> Iterator[Bench]:
 
 
 def covering(store: TierStore, keys: list[PageKey]) -> Lease:
-    """A ready lease over all of the keys: asked for again while their slots are still in use."""
+    """Return a ready lease of all the keys. Retry while slots are still in use."""
     for _ in range(10_000):
         lease = store.acquire(keys)
         if lease.num_pages == len(keys):
@@ -59,7 +63,10 @@ def covering(store: TierStore, keys: list[PageKey]) -> Lease:
 
 
 def put_late(store: TierStore, key: PageKey, slot: int, ms: float, stream: torch.cuda.Stream | None) -> None:
-    """Writes behind a long kernel and seals at once: on the current stream, or on another with an event of its own."""
+    """Queue a write after a kernel of ``ms`` milliseconds, and put the page at once.
+
+    If ``stream`` is None, the current stream writes. Otherwise ``stream`` writes, and ``put`` is given an event.
+    """
     if stream is None:
         write_late(store, key, slot, ms)
         store.put([key], [slot])
@@ -71,7 +78,7 @@ def put_late(store: TierStore, key: PageKey, slot: int, ms: float, stream: torch
     store.put([key], [slot], after=event)
 
 
-def test_a_page_goes_down_as_its_late_writer_left_it_in_every_round(bench: Bench) -> None:
+def test_page_is_copied_down_with_its_late_write_in_every_round(bench: Bench) -> None:
     # F001
     chance, reader, store = random.Random(1), Reader(), bench.store
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -93,7 +100,7 @@ def test_a_page_goes_down_as_its_late_writer_left_it_in_every_round(bench: Bench
 
 
 def test_pages_swap_slots_under_late_readers_and_writers_and_stalled_copies(bench: Bench) -> None:
-    # F001, F004, F005, F022: reads and writes are only ever queued; slots and copies go round in both tiers
+    # F001, F004, F005, F022: reads and writes are queued without waiting, while slots of both tiers are reused
     chance, reader, store = random.Random(2), Reader(), bench.store
     low, high = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
     streams = [None, low, high]
@@ -118,7 +125,7 @@ def test_pages_swap_slots_under_late_readers_and_writers_and_stalled_copies(benc
 def _read_late(
     store: TierStore, keys: list[PageKey], reader: Reader, stream: torch.cuda.Stream | None, ms: float
 ) -> None:
-    """Reads what can be had behind a long kernel, and lets go at once."""
+    """Queue reads of the leased pages after a kernel of ``ms`` milliseconds, and release the lease at once."""
     stream = stream or torch.cuda.current_stream()
     with torch.cuda.stream(stream), store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S, written=False) is not LeaseState.PENDING
@@ -160,7 +167,7 @@ def test_a_page_is_loaded_into_a_slot_after_the_last_round_that_writes_it(
     reader.require_right()
 
 
-def test_host_slots_are_not_given_away_under_a_load_that_stands_still(bench: Bench) -> None:
+def test_host_slots_are_not_reused_under_a_stalled_load(bench: Bench) -> None:
     # F007, F022
     store, reader = bench.store, Reader()
     for turn in range(10):
@@ -242,7 +249,7 @@ def test_slots_of_a_dropped_lease_are_written_only_when_all_streams_have_read_th
         reader.require_right()
 
 
-def test_a_copy_beside_a_graph_that_is_captured_ends_when_it_has_ended(bench: Bench) -> None:
+def test_copy_during_a_graph_capture_is_acked_after_the_capture(bench: Bench) -> None:
     store, reader, keys = bench.store, Reader(), chain(8, "loaded")
     slots = store.allocate(8, timeout_s=PATIENCE_S)
     for key, slot in zip(keys, slots, strict=True):
@@ -259,7 +266,7 @@ def test_a_copy_beside_a_graph_that_is_captured_ends_when_it_has_ended(bench: Be
         number += 1
         for _ in range(100):
             store.poll()
-        with suppress(RuntimeError):  # it does not survive that an event is asked for
+        with suppress(RuntimeError):  # querying an event invalidates the capture
             graph.capture_end()
     assert lease.wait(PATIENCE_S) is LeaseState.READY
     assert lease.num_pages == 8
@@ -269,7 +276,7 @@ def test_a_copy_beside_a_graph_that_is_captured_ends_when_it_has_ended(bench: Be
     reader.require_right()
 
 
-def test_what_is_put_is_still_being_written_until_its_event_says_so(bench: Bench) -> None:
+def test_a_page_put_with_an_event_is_unwritten_until_the_event_completes(bench: Bench) -> None:
     store = bench.store
     (key,) = chain(1)
     (slot,) = store.allocate(1)
@@ -289,7 +296,7 @@ def test_what_is_put_is_still_being_written_until_its_event_says_so(bench: Bench
 
 @pytest.mark.parametrize("duplicate", [False, True], ids=["acquired", "put twice"])
 def test_another_stream_reads_a_page_after_its_writer_in_every_round(bench: Bench, duplicate: bool) -> None:
-    """Issue 20, r1: one stream writes late and puts; another request finds the page, or puts the same key itself."""
+    """Test for issue 20: a page is put before its stream has written it, and another stream acquires or puts it."""
     store = bench.store
     writer, reader = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     seen = Reader()

@@ -1,4 +1,4 @@
-"""A whole store with HBM on a card: what it says of itself, every tier, KV groups, and the state machine."""
+"""Tests of a whole store with HBM on a GPU: its stats, all tiers, KV groups, and the state machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MachineOnCard(StoreMachine):
     shapes = [shape for shape in StoreMachine.shapes if shape[0] is not None]  # noqa: RUF012
 
 
-def test_no_sequence_of_calls_breaks_a_promise() -> None:
+def test_no_sequence_of_calls_breaks_an_invariant() -> None:
     run_state_machine_as_test(
         MachineOnCard, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
@@ -54,7 +54,9 @@ def test_no_sequence_of_calls_breaks_a_promise() -> None:
         ("never", "threads, as host memory"),
     ],
 )
-def test_pages_go_round_all_tiers_and_stats_say_how(tmp_path: Path, pin: str, copies: str) -> None:
+def test_pages_move_through_all_tiers_and_stats_report_the_route(
+    tmp_path: Path, pin: str, copies: str
+) -> None:
     keys = chain(12)
     with TierStore.open(tiers(4, 5, tmp_path, host_more={"pin": pin}), SPEC) as store:
         assert page_tensor(store).device == torch.device("cuda:0")
@@ -81,8 +83,8 @@ def test_pages_go_round_all_tiers_and_stats_say_how(tmp_path: Path, pin: str, co
         assert read_soon(store, keys[:4]) == 4
 
 
-def test_large_pages_go_by_dma_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rates of a quiet link: what is measured beside other tests may say otherwise of pages of 256 KiB.
+def test_large_pages_use_dma_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rates of an idle link. Rates measured while other tests run can differ for pages of 256 KiB.
     quick, slow = ([Point(nbytes, 1e-5, nbytes / rate) for nbytes in SIZES] for rate in (5e10, 2e10))
     points: dict[tuple[Way, Direction], list[Point]] = {
         ("dma", "up"): quick,
@@ -105,7 +107,7 @@ def test_large_pages_go_by_dma_where_that_is_quicker(monkeypatch: pytest.MonkeyP
         assert not hbm["batches"]["kernel"]
 
 
-def test_closing_unlocks_the_memory_so_that_it_can_be_locked_again() -> None:
+def test_closing_unpins_the_memory_so_that_it_can_be_pinned_again() -> None:
     for _ in range(3):
         with TierStore.open(tiers(2, 64), SPEC) as store:
             write(store, chain(2))
@@ -138,12 +140,14 @@ def test_groups_are_copied_together() -> None:
                     assert same(page, key, spec)
 
 
-def test_more_than_the_card_has_free_is_refused_with_what_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"hbm\.capacity needs .* bytes of device memory") as refused:
+def test_hbm_beyond_free_device_memory_is_refused_with_the_free_size() -> None:
+    with pytest.raises(
+        ConfigError, match=r"hbm\.capacity needs .* \([0-9,]+ bytes\) of device memory"
+    ) as refused:
         TierStore.open(tiers(2, 2, hbm_more={"capacity": "900TiB"}), SPEC)
-    assert re.search(r"only [0-9]+ bytes are free", str(refused.value))
+    assert re.search(r"only .* \([0-9,]+ bytes\) are free", str(refused.value))
 
 
-def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_missing_gpu_is_refused_with_those_present() -> None:
     with pytest.raises(ConfigError, match=r"must be one of cpu, cuda:0.*got 'cuda:31'"):
         TierStore.open(tiers(2, 2, hbm_more={"device": "cuda:31"}), SPEC)

@@ -1,4 +1,4 @@
-"""The tiers' contract on a card: slots of our own and an engine's, by each way that copies take."""
+"""Run the tier contract on a GPU, for the store's own slots and for an engine's slots, over each copy route."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 
 class OnCard(TierUnderTest):
-    """Pages travel through a page-locked arena with a copy engine; ``look`` reads the tensors past it."""
+    """Slots on a GPU. A copy engine copies pages through a host arena. ``look`` reads the tensors directly."""
 
     def __init__(
         self, spec: PageSpec, num_slots: int, engine: CopyEngine, arena: HostArena, tensor: torch.Tensor
@@ -97,7 +97,7 @@ def pinned(layout: PageLayout, num_slots: int) -> HostArena:
 
 
 def engine_pool(spec: PageSpec, num_slots: int) -> tuple[EnginePool, torch.Tensor]:
-    """Heads before tokens, one tensor a layer, and a view of all layers in page order."""
+    """Return a pool with one tensor per layer, heads before tokens, and a view of all layers in page order."""
     layers, planes, tokens, heads, dim = spec.shape
     whole = torch.zeros(layers, num_slots, heads, tokens, planes, dim, dtype=torch.uint8, device=DEVICE)
     pool = EnginePool(PageLayout.of(spec), [EnginePages(list(whole), "BHNKD")])
@@ -167,7 +167,7 @@ class TestEngineSlotsThroughASlab(TierContract):
         arena = pinned(layout, num_slots)
 
         def route(driver: Driver) -> Route:
-            nbytes = 2 * layout.slot_nbytes  # a transfer takes several slabs
+            nbytes = 2 * layout.slot_nbytes  # a transfer needs several slabs
             return through_slabs(pool.layers, layout, driver, DEVICE, slab_nbytes=nbytes)
 
         return OnCard(spec, num_slots, card_engine(pool, arena, layout, route), arena, view)
@@ -180,7 +180,7 @@ class TestEngineSlotsThroughASlabByLayers(TierContract):
         arena = pinned(layout, num_slots)
         layers = LayerGroups.of(layout, 16, 1)
         found = [tensor_segments(pool.layers, layout, 1 << 20, parts[:1]) for parts in layers.parts]
-        by_layers = len(layers) > 1 and all(map(KernelRoute.suits, found))  # not with layers of a few bytes
+        by_layers = len(layers) > 1 and all(map(KernelRoute.suits, found))  # False if layers have a few bytes
 
         def route(driver: Driver) -> Route:
             slab = through_slabs(pool.layers, layout, driver, DEVICE, layers)

@@ -1,9 +1,10 @@
-"""Real vLLM with the store beside vLLM's own ways to keep KV in host memory: ``python -m tests.gpu.vllm_on_card``.
+"""Compares the store in real vLLM with vLLM's own connectors for host memory: ``python -m tests.gpu.vllm_on_card``.
 
-Each way is a life of its own in a process of its own, one after the other: a Llama of random weights, prompts of random
-tokens, one token asked for, so that the time of ``generate`` is the time to the first token. The last line is one JSON
-object: a row a life, the link's rate, and the ratios. A life that could not be lived has an ``error``. With ``--shape
-tiny --device cpu`` it runs on a CPU in two minutes, where vLLM's own ways do not.
+Each variant, called a life, runs an engine in its own process. The lives run one after the other. The model is a Llama
+with random weights, and the prompts are random tokens. One token is requested, so that the time of ``generate`` is the
+time to first token. The last line of output is a JSON object with a row per life, the link's rate, and the ratios. A
+life that failed has an ``error``. With ``--shape tiny --device cpu`` it runs on a CPU in two minutes, but vLLM's own
+connectors fail there.
 """
 
 from __future__ import annotations
@@ -47,20 +48,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NUMBER_NBYTES = {"bfloat16": 2, "float32": 4}
 QUESTION = 64
-"""Tokens after the prompt that differ each time."""
+"""Number of random tokens that are added to a prompt, different each time."""
 
 LIVES = ("plain", "host", "disk", "restarted", "OffloadingConnector", "SimpleCPUOffloadConnector")
-"""Plain vLLM; the store over host memory alone; over disk as well; the same again in a new process; vLLM's two."""
+"""The variants, in the order in which they run.
+
+They are plain vLLM, the store with host memory, the store with host memory and a disk, the same store reopened in a new
+process with the files of that disk, and vLLM's two connectors.
+"""
 
 
 def token_nbytes(shape: dict[str, Any]) -> int:
-    """K and V of all layers."""
+    """Return the bytes of a token's K and V in all layers."""
     numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return int(numbers) * NUMBER_NBYTES[shape["torch_dtype"]]
 
 
 def transfer_of(life: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The connector of a life, as vLLM takes it."""
+    """Return the fields of vLLM's KVTransferConfig for the variant ``life``, or None for plain vLLM."""
     if life == "plain":
         return None
     host_nbytes = int(options.host_gib * (1 << 30))
@@ -82,7 +87,7 @@ def transfer_of(life: str, options: argparse.Namespace) -> dict[str, Any] | None
 
 
 class Life:
-    """One engine, scheduler and worker in this process."""
+    """A vLLM engine with scheduler and worker in this process."""
 
     def __init__(self, life: str, options: argparse.Namespace) -> None:
         from vllm import LLM
@@ -126,12 +131,12 @@ class Life:
         self._dice = random.Random(life)
 
     def prompt(self, seed: int, tokens: int) -> list[int]:
-        """The same tokens for the same seed in every life."""
+        """Return random tokens, the same in every life for the same seed. ``tokens`` includes those of the question."""
         dice = random.Random(seed)
         return [dice.randrange(10, self._vocabulary) for _ in range(tokens - QUESTION)]
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds to the first token after a new question, and how many tokens were not computed."""
+        """Ask a new question. Return the time to first token in seconds, and the number of cached prompt tokens."""
         from vllm import SamplingParams
 
         question = [self._dice.randrange(10, self._vocabulary) for _ in range(QUESTION)]
@@ -142,26 +147,26 @@ class Life:
         return {"s": round(time.perf_counter() - began, 4), "cached": output.num_cached_tokens}
 
     def settle(self, seconds: float) -> None:
-        """Steps for what goes on behind requests: short prompts that nobody knows."""
+        """Run short new prompts, so that the engine advances transfers that continue after a request has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.ask([self._dice.randrange(10, self._vocabulary) for _ in range(QUESTION)])
             time.sleep(0.05)
 
     def forget(self) -> bool:
-        """The engine's own prefix cache is emptied."""
+        """Empty the engine's own prefix cache. Return whether this succeeded."""
         return bool(self._llm.reset_prefix_cache())
 
     def end(self) -> None:
-        """As a server does."""
+        """Shut the engine down as a server does."""
         self._llm.llm_engine.engine_core.shutdown(timeout=120.0)
 
 
 def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one life measures. Every list holds its repetitions in order."""
+    """Run the variant ``life`` of the engine, and return its measurements. Each list has one item per repetition."""
     engine = Life(life, options)
     row: dict[str, Any] = {"life": life, "tokens": options.tokens, "init_s": round(engine.init_s, 1)}
-    # What is compiled or allocated at first use; after a restart prompts that no life before it has left on disk.
+    # Warm up compilation and allocation. After a restart, use prompts that no earlier life has stored on disk.
     for seed in (os.getpid() << 8, (os.getpid() << 8) + 1) if life == "restarted" else (99,):
         engine.ask(engine.prompt(seed, min(options.tokens, 9000)))
     if life == "restarted":
@@ -185,7 +190,7 @@ def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def link_gbps(device: str) -> float:
-    """One contiguous page-locked copy to the device, 10^9 bytes a second: the ceiling."""
+    """Return the ceiling: the rate of one contiguous copy from pinned memory to the device, in 10^9 bytes/s."""
     from tierstore.bench.link import Ceiling
 
     ceiling = Ceiling(device, (1 << 30) if device != "cpu" else (16 << 20))
@@ -193,7 +198,7 @@ def link_gbps(device: str) -> float:
 
 
 def ratios(rows: dict[str, dict[str, Any]], shape: dict[str, Any], gbps: float) -> dict[str, float]:
-    """What the goals are about, as far as the lives were lived."""
+    """Return the ratios for which there are goals. Ratios that need a failed life are left out."""
 
     def best(life: str, what: str) -> float | None:
         found = [answer["s"] for answer in rows.get(life, {}).get(what, ())]
@@ -216,10 +221,10 @@ def ratios(rows: dict[str, dict[str, Any]], shape: dict[str, Any], gbps: float) 
 
 
 def lives(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each in a process of its own; one that fails has an error."""
+    """Run each life in a separate process, and yield its row. A life that fails has an ``error``."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONHASHSEED": "0",  # vLLM 0.26 hashes blocks otherwise in every process
+        "PYTHONHASHSEED": "0",  # otherwise vLLM 0.26 hashes blocks differently in every process
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -246,7 +251,7 @@ def lives(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """See above."""
+    """Run each variant in its own process and print a report, or run the variant ``--life`` in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
     parser.add_argument("--device", default="cuda:0", help="cpu, or the card")

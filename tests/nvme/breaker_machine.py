@@ -1,4 +1,4 @@
-"""Reads of a disk that comes and goes against the breaker's rules; an account of the past judges."""
+"""State machine that compares the read breaker with a reference model, on a disk that fails and recovers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT, FIRST, LONGEST = 3, 1.0, 4.0
 
 
 class BreakerMachine(RuleBasedStateMachine):
-    """Keeps who was admitted in which time, and what the breaker may do, without looking into it."""
+    """Tracks the reads in flight and the expected state of the breaker, without access to its private attributes."""
 
     module: ModuleType = real
 
@@ -22,7 +22,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.breaker = self.module.Breaker(limit=LIMIT, first_pause_s=FIRST, longest_pause_s=LONGEST)
         self.now = 100.0
         self.out: list[tuple[int, int]] = []
-        """Reads out: their ticket, and the time (a number of openings) they were admitted in."""
+        """Reads in flight: the ticket of each, and the number of times the breaker had opened before its admission."""
         self.openings = 0
         self.in_a_row = 0
         self.pause = FIRST

@@ -1,4 +1,4 @@
-"""Tests that ask for ``payload`` run once with page bytes in LMDB and once in extent files."""
+"""Fixtures for tests of the NVMe tier. Tests with ``payload`` run once with pages in LMDB and once in extent files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def payload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces system calls of extent files, by name; without any, all are the system's again."""
+    """Return a function that replaces the named system calls in ``extents``. Without arguments, it restores all."""
 
     def replace(**calls: Callable[..., object]) -> None:
         monkeypatch.setattr(extents, "os", Calls(**calls))

@@ -1,4 +1,4 @@
-"""Records made and put in their place by hand, past the tier."""
+"""Functions that create records, and overwrite records on disk, without using the tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parent_of(number: int) -> PageKey | None:
 def sealed(
     number: int, fingerprint: str, payload: Record, generation: int, *, raw_nbytes: int | None = None
 ) -> Record:
-    """A whole and true record."""
+    """Return a record with a valid head and checksum."""
     head = record_format.Head(
         fingerprint=record_format.fingerprint_digest(fingerprint),
         key=key(number),
@@ -37,7 +37,7 @@ def sealed(
 
 
 def head_of(record: Record) -> record_format.Head | None:
-    """None where an old copy's head was damaged."""
+    """Return the head of a record, or None if it is damaged, as the head of a stale copy may be."""
     try:
         return record_format.parse(record[: record_format.HEAD_NBYTES].tobytes())
     except IntegrityError:
@@ -47,8 +47,9 @@ def head_of(record: Record) -> record_format.Head | None:
 def overwrite(
     home: Path, name: PageKey, payload: Record, changed: Callable[[Record, record_format.Head], Record]
 ) -> int:
-    """Replace every copy on disk of the record of ``name`` by what ``changed`` makes of it, at most as much of it as
-    there was; how many there were.
+    """Replace every copy on disk of the record of ``name`` with the result of ``changed``, cut to the old length.
+
+    Returns the number of copies.
     """
     found = 0
     for path in (data_file(home), *extent_files(home)):

@@ -1,7 +1,10 @@
-"""The tier against a dict: writes, erases, refusing disks, kills, reopens, and records changed on disk, in any order.
+"""State machines that compare the NVMe tier with a dict.
 
-Run as a program it is one derandomised search without shrinking, which exits non-zero at the first difference: so it
-is run against copies of the package with a bug planted. Both kinds of payload; extent files are watched as well.
+They write, erase, reopen, simulate kills and disks that refuse writes, and change records on disk, in random order.
+There are machines for pages in LMDB and in extent files; with extent files, the system calls are checked as well.
+
+Run as a program, this module does one derandomised search without shrinking, and exits non-zero at the first
+difference. Tests run it this way on copies of the package with a planted bug.
 """
 
 from __future__ import annotations
@@ -56,10 +59,13 @@ versions = st.integers(0, 2)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """``model``: version of every page that is there; ``damaged``: those whose bytes on disk were changed."""
+    """Compares a tier with ``model``, which maps every page to its version.
+
+    ``damaged`` contains the pages whose records were changed on disk.
+    """
 
     payload = "lmdb"
-    page_nbytes, capacity = 4096, 1 << 20  # three pages a batch
+    page_nbytes, capacity = 4096, 1 << 20  # a batch has three pages
     layout: PageLayout | None = None
     on_disk, held = "none", "none"
 
@@ -90,7 +96,7 @@ class TierMachine(RuleBasedStateMachine):
         return page(number, version, self.page_nbytes)
 
     def stored(self, number: int, version: int) -> NDArray[np.uint8]:
-        """What a record holds of that page."""
+        """Return the payload of the page's record."""
         return self.page(number, version)
 
     def blank(self) -> NDArray[np.uint8]:
@@ -102,7 +108,7 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
     def named(self) -> set[Place]:
-        """Slots that the catalogue names, as it is on disk now."""
+        """Return the slots that the committed catalogue names."""
         catalogue = self.rig.tier._catalogue
         with catalogue._env.begin() as txn:
             entries = [unpack(k, raw) for k, raw in txn.cursor(db=catalogue._env.catalogue)]
@@ -160,7 +166,7 @@ class TierMachine(RuleBasedStateMachine):
     def write_and_erase_on_a_refusing_disk(
         self, these: list[int], gone: list[int], version: int, there_before: bool, killed: bool
     ) -> None:
-        """Erases are durable once they are synced, by a tombstone, whether the process is killed then or goes on."""
+        """Check that a tombstone makes a synced erase durable, even if the process is killed after the sync."""
         if there_before:
             self.write(these, version + 1)
         self.refusals += 1
@@ -193,7 +199,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def killed(self) -> None:
-        """What is on disk now is all that is left."""
+        """Simulate a kill: continue with a copy of what is on disk now."""
         self.watch.snapshot_in(0, self.root / "left")
         self.watch._event()
         self.go_on_with_what_is_left()
@@ -285,7 +291,7 @@ class TierMachine(RuleBasedStateMachine):
         return sealed(number, fingerprint, payload, generation, raw_nbytes=self.page_nbytes)
 
     def replace(self, number: int, changed: Callable[[Record, record_format.Head], Record]) -> None:
-        """Overwrite the record of ``number`` wherever a copy of it is."""
+        """Overwrite every copy on disk of the record of ``number``."""
         if number in self.damaged:
             return
         payload = self.stored(number, self.model[number])
@@ -309,7 +315,7 @@ class TierMachine(RuleBasedStateMachine):
                 assert np.array_equal(out[index], self.page(number, self.model[number])), number
 
     def check_slots(self) -> None:
-        """Every slot of the extent files is free or named by an entry."""
+        """Assert that every slot of the extent files is either free or named by an entry."""
         records = catalogue_of(self.rig.tier)._records
         if isinstance(records, ExtentRecords):
             slots = records._slots
@@ -318,13 +324,13 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class ExtentMachine(TierMachine):
-    """The same, pages in extent files."""
+    """``TierMachine`` with pages in extent files."""
 
     payload = "extents"
 
 
 class EncodedMachine(TierMachine):
-    """Two pages of three are worth encoding, and not all to the same length."""
+    """A ``TierMachine`` with the codec ``exp``. Two pages in three can be encoded, to different lengths."""
 
     page_nbytes, capacity = 32 << 10, 3 << 20
     layout = LAYOUT
@@ -347,13 +353,13 @@ class EncodedMachine(TierMachine):
 
 
 class EncodedExtentMachine(EncodedMachine):
-    """The same, pages in extent files."""
+    """``EncodedMachine`` with pages in extent files."""
 
     payload = "extents"
 
 
 class HeldMachine(TierMachine):
-    """Memory holds pages as int8, and so does the disk."""
+    """A ``TierMachine`` whose pages are encoded as int8, both in memory and on disk."""
 
     page_nbytes, capacity = 32 << 10, 3 << 20
     layout = LAYOUT
@@ -373,7 +379,7 @@ class HeldMachine(TierMachine):
 
 
 class HeldExtentMachine(HeldMachine):
-    """The same, pages in extent files."""
+    """``HeldMachine`` with pages in extent files."""
 
     payload = "extents"
 
@@ -389,7 +395,7 @@ MACHINES = {
 
 
 def search(payload: str, examples: int, steps: int, *, shrink: bool) -> None:
-    """Run the machine; raises what it finds."""
+    """Run the state machine ``MACHINES[payload]``. Raises the first error that it finds."""
     phases = tuple(Phase) if shrink else (Phase.generate,)
     run_state_machine_as_test(
         MACHINES[payload],

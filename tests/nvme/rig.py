@@ -1,9 +1,10 @@
-"""What the tests of the NVMe tier share: pages that follow from their key, and a tier that is waited for."""
+"""Helpers for tests of the NVMe tier: pages that are generated from a number, and a tier that waits for its acks."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,11 @@ PATIENCE_S = 60.0
 LAYOUT = PageLayout.of(
     PageSpec(num_layers=8, page_size=16, num_kv_heads=1, head_dim=64, dtype="bfloat16", model="test")
 )
-"""Of pages of 32 KiB, for tiers with a codec."""
+"""Layout of a 32 KiB page, for tiers with a codec."""
 
 PAYLOADS = ("lmdb", "extents")
 default_payload = "auto"
-"""What a ``Rig`` opens with that is not told: tests that run once for each kind set it. Small, so auto is lmdb."""
+"""Payload of a ``Rig`` that is opened without one; the fixture ``payload`` sets it. Small tiers use lmdb for auto."""
 
 
 def key(number: int) -> PageKey:
@@ -47,6 +48,13 @@ def blank(nbytes: int = PAGE) -> NDArray[np.uint8]:
     return np.full(nbytes, 0xA5, dtype=np.uint8)
 
 
+def first_size(message: str) -> int:
+    """Return the first exact size in a message, in bytes: 6144 for "6 KiB (6,144 bytes)"."""
+    found = re.search(r"\(([0-9,]+) bytes\)", message)
+    assert found is not None, message
+    return int(found[1].replace(",", ""))
+
+
 def data_file(home: Path, fingerprint: str = FINGERPRINT, shard: int = 0) -> Path:
     return home / f"{fingerprint}-{shard}" / "data.mdb"
 
@@ -56,7 +64,7 @@ def extent_files(home: Path, fingerprint: str = FINGERPRINT) -> list[Path]:
 
 
 def find(home: Path, needle: bytes, fingerprint: str = FINGERPRINT) -> tuple[Path, int]:
-    """The one place on disk that holds these bytes: file and position."""
+    """Return the file and the offset of the only occurrence of these bytes on disk."""
     found = []
     for path in (data_file(home, fingerprint), *extent_files(home, fingerprint)):
         raw = path.read_bytes()
@@ -69,31 +77,31 @@ def find(home: Path, needle: bytes, fingerprint: str = FINGERPRINT) -> tuple[Pat
 
 
 def writer_of(tier: NvmeTier) -> Writer:
-    """The writer of a tier that was opened to be written."""
+    """Return the writer of a tier that was opened for writing."""
     assert isinstance(tier._writer, Writer)
     return tier._writer
 
 
 def catalogue_of(tier: NvmeTier) -> Catalogue:
-    """The catalogue of a tier that was opened to be written."""
+    """Return the catalogue of a tier that was opened for writing."""
     assert isinstance(tier._catalogue, Catalogue)
     return tier._catalogue
 
 
 def on_disk(home: Path) -> int:
-    """Everything that a home takes of the disk."""
+    """Return the disk space that a home takes, in bytes."""
     return sum(path.lstat().st_blocks * 512 for path in [home, *home.rglob("*")])
 
 
 def change(path: Path, position: int, new: bytes) -> None:
-    """Overwrite bytes of a file, whatever it means."""
+    """Overwrite bytes of a file, starting at ``position``."""
     with path.open("r+b") as file:
         file.seek(position)
         file.write(new)
 
 
 class Rig:
-    """An open tier and a caller that waits for its acks."""
+    """An open tier, with methods that submit operations and wait for their acks."""
 
     def __init__(
         self,
@@ -177,7 +185,7 @@ class Rig:
         self.tier.submit_erase([key(n) for n in numbers])
 
     def present(self, numbers: Sequence[int], version: int = 0) -> set[int]:
-        """Which of ``numbers`` can be read; every one that can must have its bytes."""
+        """Return which of ``numbers`` can be read, and assert that these pages have the expected bytes."""
         ack, out = self.read(numbers)
         lost = {index for index, _ in ack.failures} | set(ack.late)
         there = [(index, n) for index, n in enumerate(numbers) if index not in lost]
@@ -200,9 +208,7 @@ def wait_until_writable(rig: Rig) -> None:
 def data_file_is_read_only(
     home: Path, fingerprint: str = FINGERPRINT, *, name: str = "data.mdb"
 ) -> Iterator[None]:
-    """LMDB's descriptors, or those of the file called ``name``, refuse writes with an error that is not for lack of
-    room.
-    """
+    """Make all open descriptors of the file ``name`` refuse writes, with an error other than that of a full disk."""
     path = data_file(home, fingerprint).resolve().with_name(name)
     open_now = [int(name) for name in os.listdir("/proc/self/fd")]
     ours = [fd for fd in open_now if os.path.realpath(f"/proc/self/fd/{fd}") == str(path)]

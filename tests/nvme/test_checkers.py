@@ -1,4 +1,4 @@
-"""Pages that are checked by other threads than those that fetch them: the same pages, misses, acks and end."""
+"""Test reads in which separate threads check the pages: correct pages, misses and acks, and a clean close."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """Names of the threads that fetch and that check."""
+    """Return sets that collect the names of the threads that fetch pages and of those that check pages."""
     seen: dict[str, set[str]] = {"fetch": set(), "check": set()}
     fetch, check = RecordReader.fetch, RecordReader.check
 
@@ -60,7 +60,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     return seen
 
 
-def test_other_threads_check_and_every_page_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_check_pages_and_every_page_is_right(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
     assert rig.write(range(60)).ok
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_a_damaged_page_is_a_miss_among_good_ones(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_closing_ends_what_is_checked_and_no_page_is_left_without_word(tmp_path: Path) -> None:
+def test_closing_finishes_checks_in_progress_and_reports_every_page(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home", capacity=CAPACITY)
     assert rig.write(range(60)).ok
     submitted = [rig.submit_read(range(60)) for _ in range(10)]
@@ -108,7 +108,7 @@ def test_closing_ends_what_is_checked_and_no_page_is_left_without_word(tmp_path:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("tierstore-nvme-check")]
 
 
-def test_a_checker_takes_as_many_pages_as_it_has_room_for_and_ends_with_the_last() -> None:
+def test_a_checker_accepts_pages_up_to_its_memory_and_exits_after_the_last() -> None:
     checkers = Checkers(2, NBYTES, Coding("exp", LAYOUT))
     begun, go_on, done = threading.Semaphore(0), threading.Event(), list[int]()
 

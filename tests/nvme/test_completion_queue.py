@@ -1,4 +1,4 @@
-"""Of which pages a job's acks speak, when some of them are late."""
+"""Test which pages the acks of a job report when some are late, and how time is shared among concurrent transfers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job() -> Job:
     return Job(TRANSFER, [blank()] * 4)
 
 
-def test_late_pages_are_the_transfer_from_their_ack_on() -> None:
+def test_late_pages_make_up_the_transfer_after_its_first_ack() -> None:
     work = job()
     assert [work.done(0, 10), work.late(3), work.done(2, Failure.INTEGRITY)] == [False, False, False]
     assert work.late(1)
@@ -33,10 +33,10 @@ def test_late_pages_are_the_transfer_from_their_ack_on() -> None:
     second = work.ack()
     assert (second.ok, second.num_ready, second.nbytes, second.late) == (False, 1, 30, ())
     assert second.failures == ((0, Failure.IO_ERROR),)
-    assert second.seconds == 0.0  # it tells nothing of the disk's rate
+    assert second.seconds == 0.0  # late pages say nothing about the disk's throughput
 
 
-def test_a_late_page_that_comes_before_the_others_is_not_late() -> None:
+def test_a_late_page_that_arrives_before_the_others_is_not_late() -> None:
     work = job()
     assert not work.late(0)
     assert not work.done(0, 5)
@@ -54,22 +54,22 @@ def test_late_pages_of_several_sizes_keep_their_order() -> None:
     assert work.ack().sizes == (10, 12)
 
 
-def test_each_moment_is_shared_among_all_that_is_worked_on() -> None:
+def test_each_moment_is_divided_among_the_jobs_in_progress() -> None:
     shares = Shares()
     one = shares.begin(10.0)
     two = shares.begin(12.0)
-    three = shares.begin(11.0)  # another thread looked at the clock before
+    three = shares.begin(11.0)  # a thread that read the clock before the previous one
     assert shares.end(one, 15.0) == pytest.approx(2.0 + 3.0 / 3)
     assert shares.end(two, 17.0) == pytest.approx(3.0 / 3 + 2.0 / 2)
     assert shares.end(three, 18.0) == pytest.approx(3.0 / 3 + 2.0 / 2 + 1.0)
-    alone = shares.begin(100.0)  # nothing was worked on since
+    alone = shares.begin(100.0)  # the disk was idle since 18.0
     assert shares.end(alone, 101.0) == pytest.approx(1.0)
 
 
 @given(
     spans=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=8),
 )
-def test_shares_are_together_the_time_in_which_anything_was_worked_on(spans: list[tuple[int, int]]) -> None:
+def test_shares_add_up_to_the_busy_time(spans: list[tuple[int, int]]) -> None:
     shares, begun, total = Shares(), dict[int, float](), 0.0
     events = [(start, 0, n) for n, (start, _) in enumerate(spans)]
     events += [(start + length, 1, n) for n, (start, length) in enumerate(spans)]
@@ -82,7 +82,7 @@ def test_shares_are_together_the_time_in_which_anything_was_worked_on(spans: lis
     assert total == pytest.approx(len(busy))
 
 
-def test_seconds_of_a_job_done_together_with_others_are_its_share() -> None:
+def test_seconds_of_a_concurrent_job_are_its_share() -> None:
     work = job()
     work.spent(0.5)
     work.spent(0.25)
@@ -90,8 +90,8 @@ def test_seconds_of_a_job_done_together_with_others_are_its_share() -> None:
     assert work.ack().seconds == 0.75
 
 
-def test_many_transfers_at_once_take_no_longer_together_than_the_clock_says(tmp_path: Path) -> None:
-    # what waits behind others would else make the disk look as many times slower as transfers are queued
+def test_concurrent_transfers_report_at_most_the_elapsed_time_in_total(tmp_path: Path) -> None:
+    # if queueing counted, the disk would look as many times slower as there are transfers in the queue
     rig = Rig(tmp_path, readers=4)
     numbers = range(64)
     started = time.monotonic()

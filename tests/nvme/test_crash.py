@@ -1,4 +1,4 @@
-"""Killed at any moment, forked, left open: what was promised is there, and nothing that is there is wrong."""
+"""Test kills, forks and exits without a close: pages that were synced survive, and no page has wrong bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.nvme.rig import CAPACITY, PAGE, Rig, blank, data_file, key, page
-from tests.support import lanes
+from tests.support import forked, lanes
 from tierstore.errors import ConfigError, StoreClosed
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import Ack, Failure, Tier, Transfer
@@ -26,35 +26,34 @@ def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # newer Pythons warn of forking beside threads: the point
+        )  # Python 3.12 and later warn about forks of a process with threads
         return os.fork()
 
 
-def start_victim(home: Path, first: int, payload: str = "auto") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.nvme.victim", str(home), str(first), payload]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+def kill_a_victim(
+    home: Path, first: int, payload: str = "auto", *, lines: int, pause_s: float
+) -> list[tuple[str, int]]:
+    """Start ``tests/nvme/victim.py``, wait for "open" and ``lines`` more lines, and kill it after ``pause_s``.
 
-
-def kill_after(victim: subprocess.Popen[str], lines: int, pause_s: float) -> list[tuple[str, int]]:
-    """Kill it ``pause_s`` after so many lines; everything it said."""
-    assert victim.stdout is not None
-    said = [victim.stdout.readline() for _ in range(1 + lines)]
-    assert said[0] == "open\n"
-    time.sleep(pause_s)
-    victim.send_signal(signal.SIGKILL)
-    said += victim.stdout.readlines()
-    victim.wait()
-    victim.stdout.close()
+    Returns all lines that it printed after "open", each as a word and a number.
+    """
+    with forked.running("from tests.nvme.victim import main; main()", home, str(first), payload) as victim:
+        said = [victim.stdout.readline() for _ in range(1 + lines)]
+        assert said[0] == "open\n"
+        time.sleep(pause_s)
+        victim.send_signal(signal.SIGKILL)
+        said += victim.stdout.readlines()
     words = [line.split() for line in said[1:] if line.endswith("\n")]
     return [(word, int(number)) for word, number in words]
 
 
-def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Path, payload: str) -> None:
+def test_killed_process_leaves_all_synced_pages_and_no_wrong_one(tmp_path: Path, payload: str) -> None:
     home = tmp_path / "home"
     chance = random.Random(20)
     for turn in range(lanes.examples(3, 8)):
         first = turn * 100_000
-        said = kill_after(start_victim(home, first, payload), chance.randint(0, 12), chance.random() * 0.03)
+        lines, pause_s = chance.randint(0, 12), chance.random() * 0.03
+        said = kill_a_victim(home, first, payload, lines=lines, pause_s=pause_s)
         synced = max([first, *(number for word, number in said if word == "sync")])
         gone = max([first, *(number for word, number in said if word == "gone")])
         erased_at_most = max(gone, first + 27 * ((synced + 9 - first) // 27) - 100)
@@ -72,12 +71,12 @@ def test_a_killed_process_leaves_what_was_synced_and_nothing_wrong(tmp_path: Pat
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
-    kill_after(start_victim(tmp_path / "home", 0), 1, 0.0)
+    kill_a_victim(tmp_path / "home", 0, lines=1, pause_s=0.0)
     Rig(tmp_path / "home").close()
 
 
 @pytest.mark.usefixtures("payload")
-def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_forked_child_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home")
     rig.write([0])
     transfer = rig.transfer([key(0)])
@@ -143,7 +142,7 @@ with env.begin(write=True):
 
 
 @pytest.mark.usefixtures("payload")
-def test_a_thread_that_does_not_end_is_left_behind_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_thread_that_does_not_exit_is_abandoned_and_delays_no_caller(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home")
     assert rig.write([0]).ok
     command = [sys.executable, "-c", HOLD, str(data_file(tmp_path / "home").parent), str(CAPACITY)]

@@ -1,4 +1,4 @@
-"""The tier with the codec ``exp``: smaller records, the same bytes, and a budget that counts what is stored."""
+"""Test the tier with the codec ``exp``: records shrink, pages stay the same, and the budget counts stored bytes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("payload")
 
 NBYTES = 32 << 10
 NOISE = range(1000, 2000)
-"""Numbers whose pages are not worth encoding."""
+"""Numbers of the pages that are noise, which is stored unencoded."""
 
 
 def content(number: int, version: int = 0) -> NDArray[np.uint8]:
-    """The page of a number: bfloat16 normal numbers, or noise."""
+    """Return page ``number``: normally distributed bfloat16 numbers, or noise if it is in NOISE."""
     if number in NOISE:
         return page(number, version, NBYTES)
     drawn = np.random.default_rng([number, version]).standard_normal(NBYTES // 2, dtype=np.float32)
@@ -38,7 +38,7 @@ def content(number: int, version: int = 0) -> NDArray[np.uint8]:
 
 
 class ExpRig(Rig):
-    """Pages of ``content``, encoded unless told otherwise."""
+    """A ``Rig`` with the pages of ``content``. ``at`` creates one with the codec ``exp``, ``plain`` without a codec."""
 
     @classmethod
     def at(cls, home: Path, capacity: int = 16 << 20) -> ExpRig:
@@ -54,7 +54,7 @@ class ExpRig(Rig):
         return transfer.id
 
     def require(self, numbers: list[int] | range, version: int = 0) -> None:
-        """Each can be read and is its own."""
+        """Assert that every page can be read and has the expected bytes."""
         ack, out = self.read(numbers)
         assert ack.ok
         for number, got in zip(numbers, out, strict=True):
@@ -70,7 +70,7 @@ def sizes_of(ack: Ack) -> list[int]:
     return list(ack.sizes) or [ack.nbytes // ack.num_ready] * ack.num_ready
 
 
-def test_each_page_takes_what_it_is_encoded_to_and_comes_back(tmp_path: Path) -> None:
+def test_each_page_takes_its_encoded_size_and_is_read_back(tmp_path: Path) -> None:
     rig = ExpRig.at(tmp_path / "home")
     numbers = [0, 1000, 1, 1001, 2]
     ack = rig.write(numbers)
@@ -84,7 +84,7 @@ def test_each_page_takes_what_it_is_encoded_to_and_comes_back(tmp_path: Path) ->
     rig.close()
 
 
-def test_what_is_replaced_or_erased_is_given_back(tmp_path: Path) -> None:
+def test_space_of_replaced_and_erased_records_is_freed(tmp_path: Path) -> None:
     rig = ExpRig.at(tmp_path / "home")
     small = rig.write(range(4)).nbytes
     large = rig.write([1000]).nbytes
@@ -100,7 +100,7 @@ def test_what_is_replaced_or_erased_is_given_back(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_a_reopened_tier_knows_what_each_record_takes(tmp_path: Path) -> None:
+def test_reopened_tier_knows_each_records_size(tmp_path: Path) -> None:
     rig = ExpRig.at(tmp_path / "home")
     numbers = [0, 1000, 1, 2]
     sizes = dict(zip([key(n) for n in numbers], sizes_of(rig.write(numbers)), strict=True))
@@ -130,7 +130,7 @@ def test_records_of_both_codecs_live_in_one_directory(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_an_encoded_record_is_missing_where_nobody_knows_the_layout(tmp_path: Path) -> None:
+def test_an_encoded_record_is_missing_if_the_layout_is_unknown(tmp_path: Path) -> None:
     rig = ExpRig.at(tmp_path / "home")
     assert rig.write([0, 1000]).ok
     rig.close()
@@ -191,8 +191,8 @@ def test_the_budget_takes_more_pages_and_the_disk_no_more_bytes(tmp_path: Path) 
     rig.close()
 
 
-def test_a_full_tier_whose_records_come_and_go_stays_within_its_capacity(tmp_path: Path) -> None:
-    # Records of two lengths leave holes: what is refused is acked so, and what is acked is there.
+def test_a_full_tier_with_changing_records_stays_within_its_capacity(tmp_path: Path) -> None:
+    # Records of two lengths leave holes, so a write may be refused. Every page acked as written must be readable.
     capacity, chance = 4 << 20, random.Random(1)
     rig = ExpRig.at(tmp_path / "home", capacity)
     held: dict[int, int] = {}
@@ -215,7 +215,7 @@ def test_a_full_tier_whose_records_come_and_go_stays_within_its_capacity(tmp_pat
 
 
 def test_sixteen_threads_get_their_own_pages_through_one_tier(tmp_path: Path) -> None:
-    # F108: the writer's encoder and each reader's decoder are their own
+    # F108: the writer has its own encoder, and each reader its own decoder
     rig = ExpRig.at(tmp_path / "home")
     assert rig.write(range(40)).ok
     pending: list[tuple[int, list[int], list[NDArray[np.uint8]]]] = []
@@ -246,7 +246,7 @@ def test_sixteen_threads_get_their_own_pages_through_one_tier(tmp_path: Path) ->
     rig.close()
 
 
-def test_encoding_needs_to_know_the_pages(tmp_path: Path) -> None:
+def test_encoding_requires_the_page_layout(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout"):
         ExpRig(tmp_path / "home", page_nbytes=NBYTES, codec="exp")
     assert not (tmp_path / "home").exists()
@@ -261,10 +261,10 @@ def test_batches_of_several_chunks_are_encoded_by_several_threads_and_each_encod
         def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
             if id(self) in busy:
                 overlaps.append(id(self))
-                return None  # two threads in one zstandard context would end the process
+                return None  # two threads in one zstandard context would crash the process
             busy.add(id(self))
             makers.add(current_thread().name)
-            sleep(0.003)  # long enough that shares of two chunks overlap
+            sleep(0.003)  # long enough for the work on two chunks to overlap
             try:
                 return super().encode(page, out)
             finally:

@@ -1,4 +1,7 @@
-"""Bugs planted in a copy of the extent rooms that need two threads, a full disk or a lower capacity to show."""
+"""Plant bugs in a copy of the extent modules, and test that the test listed for each bug finds it.
+
+These bugs need two threads, a full disk or a lower capacity to show, so the state machine does not find them.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +26,37 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "pins are ignored": (
         "if self._pins[place] > 0:",
         "if False:",
-        test_extent_space.test_a_slot_that_is_still_read_is_not_written_again,
+        test_extent_space.test_slot_being_read_is_not_rewritten,
     ),
     "a record that went under its read counts as damage": (
         "if lookup(self._env, key) == fetched.raw:",
         "if True:",
-        test_extent_space.test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage,
+        test_extent_space.test_page_erased_between_lookup_and_pin_is_a_miss_not_damage,
     ),
     "the budget counts no catalogue": (
         "num_slots = max(0, capacity - files - working) // (slot + share)",
         "num_slots = capacity // slot",
-        test_extent_space.test_room_is_used_again_without_growth,
+        test_extent_space.test_freed_space_is_reused_without_growth,
     ),
     "files above the capacity stay": (
         "                self._files.remove(number)\n",
         "                pass\n",
-        test_extent_space.test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them,
+        test_extent_space.test_a_lower_capacity_removes_the_last_files_and_drops_only_their_records,
     ),
     "entries of files given back stay": (
         "            self._entries.erase(lost[start : start + self._erase_keys])\n",
         "            pass\n",
-        test_extent_space.test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them,
+        test_extent_space.test_a_lower_capacity_removes_the_last_files_and_drops_only_their_records,
     ),
     "slots in doubt are forgotten": (
         "self._doubts.setdefault(key, set()).update(places)",
         "pass",
-        test_extent_space.test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not,
+        test_extent_space.test_no_slot_is_lost_whether_or_not_a_failed_commit_took_effect,
     ),
     "a write cut short counts as whole": (
         "    while buffers:\n        done = ",
         "    if buffers:\n        done = ",
-        test_extent_trouble.test_a_write_cut_short_goes_on_where_it_stopped,
+        test_extent_trouble.test_a_partial_write_continues_where_it_stopped,
     ),
     "a read cut short counts as whole": (
         "    if got < BLOCK + nbytes:",
@@ -68,32 +71,32 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "the other payload's files stay": (
         "        _empty(directory)\n    return payload\n",
         "    return payload\n",
-        test_payload.test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_there,
+        test_payload.test_another_payload_starts_empty_with_one_warning_and_auto_keeps_existing_records,
     ),
     "records are not moved": (
         "self._make_room, self._catalogue.make_places",
         "self._make_room,",
-        test_holes.test_long_records_find_room_in_a_tier_full_of_short_ones,
+        test_holes.test_long_records_fit_into_a_tier_full_of_short_ones,
     ),
     "a moved record's old slot is not given back": (
         "                self._records.replaced(key, bytes(found))\n",
         "",
-        test_holes.test_long_records_find_room_in_a_tier_full_of_short_ones,
+        test_holes.test_long_records_fit_into_a_tier_full_of_short_ones,
     ),
     "a move that failed keeps its new slots": (
         "            self._slots.free([move.new for move in planned])\n            raise",
         "            raise",
-        test_holes.test_a_move_that_the_disk_refuses_loses_no_record_and_no_room,
+        test_holes.test_a_move_that_the_disk_refuses_loses_no_record_and_no_space,
     ),
-    "what is free of a window is taken meanwhile": (
+    "free slots of a window are taken during the move": (
         "            held += pieces\n",
         "            slots.free(pieces)\n",
-        test_holes.test_moves_make_room_and_touch_nothing_else,
+        test_holes.test_moving_records_frees_space_and_changes_nothing_else,
     ),
     "blocks that nobody names are moved over": (
         "if known == window.place.blocks:",
         "if True:",
-        test_holes.test_moves_make_room_and_touch_nothing_else,
+        test_holes.test_moving_records_frees_space_and_changes_nothing_else,
     ),
     "an encoder serves two chunks at once": (
         "            return self._coding.encoder()\n",

@@ -1,4 +1,4 @@
-"""Slots of extent files: taken, freed, pinned, never lost; and what the disk gets back."""
+"""Test that slots of extent files are allocated, freed and pinned correctly, and that freed space is used again."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.nvme.rig import (
     Rig,
     catalogue_of,
     extent_files,
+    first_size,
     key,
     on_disk,
     page,
@@ -47,7 +48,7 @@ def take(slots: Slots, *lengths: int) -> list[Place]:
     return [place for place in places if place is not None]
 
 
-def test_a_slot_that_is_still_read_is_not_written_again(rig: Rig, calls: Callable[..., None]) -> None:
+def test_slot_being_read_is_not_rewritten(rig: Rig, calls: Callable[..., None]) -> None:
     count = rig.tier.budget_nbytes // rig.tier.record_nbytes
     assert rig.write(range(count)).ok
     begun, go_on = threading.Event(), threading.Event()
@@ -70,7 +71,7 @@ def test_a_slot_that_is_still_read_is_not_written_again(rig: Rig, calls: Callabl
     assert rig.present([5, *range(1000, 1000 + count)]) == set(range(1000, 1000 + count))
 
 
-def test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage(
+def test_page_erased_between_lookup_and_pin_is_a_miss_not_damage(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write([5]).ok
@@ -88,7 +89,7 @@ def test_a_page_erased_between_look_up_and_pin_is_a_miss_not_damage(
     assert ack.failures == ((0, Failure.NOT_FOUND),)
 
 
-def test_a_page_rewritten_between_look_up_and_pin_is_read_as_it_was_or_is(
+def test_page_rewritten_between_lookup_and_pin_is_read_in_its_old_or_new_version(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write([5]).ok
@@ -107,7 +108,7 @@ def test_a_page_rewritten_between_look_up_and_pin_is_read_as_it_was_or_is(
     assert rig.tier.stats()["read_integrity"] == 0
 
 
-def test_a_pinned_slot_comes_back_with_its_last_pin() -> None:
+def test_a_pinned_slot_is_freed_with_its_last_pin() -> None:
     slots = Slots(3)
     slots.add_extent(1, 6)
     first, second = take(slots, 3, 3)
@@ -121,7 +122,7 @@ def test_a_pinned_slot_comes_back_with_its_last_pin() -> None:
     assert slots.take(3) == first
 
 
-def test_neighbours_are_taken_together_and_the_lowest_first() -> None:
+def test_adjacent_slots_are_taken_together_lowest_first() -> None:
     slots = Slots(3)
     slots.add_extent(1, 12)
     slots.add_extent(2, 12)
@@ -132,20 +133,20 @@ def test_neighbours_are_taken_together_and_the_lowest_first() -> None:
 
 
 @pytest.mark.parametrize("used", [[(0, 3), (0, 3)], [(0, 3), (2, 3)], [(10, 3)], [(12, 3)]])
-def test_records_that_have_no_slot_of_their_own_are_refused(used: list[tuple[int, int]]) -> None:
+def test_records_with_invalid_or_shared_slots_are_refused(used: list[tuple[int, int]]) -> None:
     with pytest.raises(IntegrityError):
         Slots(3).add_extent(1, 12, used)
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
+def test_no_slot_is_lost_whether_or_not_a_failed_commit_took_effect(
     rig: Rig, committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rig.write(range(8)).ok
     catalogue = catalogue_of(rig.tier)
 
     class Broken:
-        """The environment, whose next write transaction raises at its end, after or instead of its commit."""
+        """Wraps the environment. The next write transaction raises an error at its end, after or without a commit."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(env, name)
@@ -180,7 +181,7 @@ def test_no_slot_is_lost_whether_a_commit_that_failed_came_about_or_not(
     assert slots.total - slots.num_free == 4 * SLOT // 4096
 
 
-def test_room_is_used_again_without_growth(rig: Rig) -> None:
+def test_freed_space_is_reused_without_growth(rig: Rig) -> None:
     count = rig.tier.budget_nbytes // rig.tier.record_nbytes
     assert rig.write(range(count)).ok
     files = extent_files(rig.home)
@@ -191,7 +192,7 @@ def test_room_is_used_again_without_growth(rig: Rig) -> None:
     assert on_disk(rig.home) <= CAPACITY
 
 
-def test_files_are_made_as_they_are_needed(rig: Rig) -> None:
+def test_files_are_created_as_they_are_needed(rig: Rig) -> None:
     assert extent_files(rig.home) == []
     assert rig.write([0]).ok
     (first,) = extent_files(rig.home)
@@ -199,7 +200,7 @@ def test_files_are_made_as_they_are_needed(rig: Rig) -> None:
     assert rig.tier.stats()["disk_nbytes"] == disk_nbytes(first.parent)
 
 
-def test_a_lower_capacity_gives_back_the_last_files_and_drops_only_what_was_in_them(
+def test_a_lower_capacity_removes_the_last_files_and_drops_only_their_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = tmp_path / "home"
@@ -243,10 +244,10 @@ def test_a_lower_capacity_drops_nothing_while_the_last_files_are_empty(tmp_path:
 @pytest.mark.parametrize("nbytes", [1, 4096, PAGE, 100_000, 8 << 20])
 def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path, nbytes: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"nvme\.capacity must be at least (\d+) bytes .*, got 4096 bytes"
+        ConfigError, match=r"nvme\.capacity must be at least .* for pages of .*, got 4 KiB \(4,096 bytes\)"
     ) as caught:
         Rig(tmp_path / "home", capacity=4096, page_nbytes=nbytes, payload="extents")
-    least = int(str(caught.value).split("at least ")[1].split()[0])
+    least = first_size(str(caught.value))
     rig = Rig(tmp_path / "home", capacity=least, page_nbytes=nbytes, payload="extents")
     for number in range(4):
         assert rig.write([number]).ok
@@ -256,7 +257,7 @@ def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path, nbytes: i
     rig.close()
 
 
-def test_nothing_that_the_catalogue_names_is_written_under_churn(tmp_path: Path) -> None:
+def test_slots_in_the_catalogue_are_never_overwritten_under_churn(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home", payload="extents")
     catalogue = catalogue_of(rig.tier)
 

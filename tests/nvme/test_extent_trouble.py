@@ -1,4 +1,4 @@
-"""Extent files on disks that refuse, hang or lose bytes: failures and misses, never wrong bytes, never a signal."""
+"""Test extent files on disks that refuse writes, hang or lose bytes: failures and misses, no wrong bytes, no signal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.close()
 
 
-def test_a_disk_without_room_for_a_file_makes_the_tier_read_only_until_there_is(
+def test_disk_without_space_for_a_file_makes_the_tier_read_only_until_space_is_freed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rig.write(range(5)).ok
@@ -65,7 +65,7 @@ def test_a_disk_without_room_for_a_file_makes_the_tier_read_only_until_there_is(
     assert rig.present([*range(5), *range(100, 200)]) == {*range(5), *range(100, 200)}
 
 
-def test_bytes_that_cannot_be_made_durable_are_no_pages(rig: Rig, calls: Callable[..., None]) -> None:
+def test_pages_that_cannot_be_synced_are_not_stored(rig: Rig, calls: Callable[..., None]) -> None:
     def broken(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -78,7 +78,7 @@ def test_bytes_that_cannot_be_made_durable_are_no_pages(rig: Rig, calls: Callabl
     assert rig.write(range(5)).ok
 
 
-def test_a_write_cut_short_goes_on_where_it_stopped(rig: Rig, calls: Callable[..., None]) -> None:
+def test_a_partial_write_continues_where_it_stopped(rig: Rig, calls: Callable[..., None]) -> None:
     def half(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, list(buffers)[: max(1, len(buffers) // 2)], offset)
 
@@ -112,7 +112,7 @@ def test_a_hung_write_stops_no_read_and_no_close(tmp_path: Path, calls: Callable
     assert rig.ack(late).failures == ((0, Failure.CLOSED),)
 
 
-def test_a_hung_read_holds_up_one_reader_and_no_writer(rig: Rig, calls: Callable[..., None]) -> None:
+def test_hung_read_blocks_one_reader_and_no_writer(rig: Rig, calls: Callable[..., None]) -> None:
     assert rig.write(range(4)).ok
     begun, go_on = threading.Event(), threading.Event()
 
@@ -169,12 +169,12 @@ def test_an_extent_file_cut_under_the_open_tier_is_misses_and_no_signal(rig: Rig
 
 
 def test_a_read_cut_short_is_a_miss(rig: Rig, calls: Callable[..., None]) -> None:
-    """Whatever the rest of the buffer holds: here it is what the record would have had."""
+    """Read into a buffer that already holds the page, so that only the length of the read shows the fault."""
     assert rig.write([0]).ok
     scratch = aligned(4096)
     out = page(0)
     calls(preadv=lambda fd, buffers, offset: os.preadv(fd, buffers, offset) - 1)
-    with pytest.raises(IntegrityError, match="bytes where the record has"):
+    with pytest.raises(IntegrityError, match="could be read"):
         rig.tier._catalogue.reader.fetch(key(0), out, scratch)
 
 
@@ -198,7 +198,7 @@ def test_extent_files_deleted_under_the_open_tier_are_read_to_the_end(rig: Rig) 
 def changed_entries(
     home: Path, change: Callable[[dict[int, catalogue_entry.Entry]], dict[int, catalogue_entry.Entry]]
 ) -> None:
-    """Rewrites the catalogue of a closed home, checksums and all."""
+    """Change entries of pages 0 to 9 in the catalogue of a closed home. The new entries have valid checksums."""
     with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=catalogue_entry.MAX_DBS) as env:
         catalogue = env.open_db(catalogue_entry.CATALOGUE_DB)
         with env.begin(write=True) as txn:
@@ -220,7 +220,7 @@ def changed_entries(
     ],
     ids=["two in one slot", "across two slots", "no such file", "behind its end", "too long", "in LMDB"],
 )
-def test_an_entry_without_a_slot_of_its_own_sets_the_directory_aside(
+def test_an_entry_without_its_own_slot_sets_the_directory_aside(
     tmp_path: Path, change: Callable[[dict[int, catalogue_entry.Entry]], dict[int, catalogue_entry.Entry]]
 ) -> None:
     home = tmp_path / "home"

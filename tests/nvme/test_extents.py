@@ -1,4 +1,4 @@
-"""Page bytes in extent files: where they go, in how many calls, by way of which memory."""
+"""Test how pages are written to extent files: into which files, in how many system calls, and from which memory."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_batch_of_neighbours_is_one_call_and_aligned_pages_are_not_copied(
 @pytest.mark.parametrize("nbytes", [PAGE, PAGE + 100])
 @pytest.mark.parametrize("shift", [0, 1, 512])
 @pytest.mark.parametrize("works", [True, False])
-def test_pages_anywhere_in_memory_go_out_and_come_back(
+def test_pages_anywhere_in_memory_are_written_and_read_back(
     tmp_path: Path, nbytes: int, shift: int, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By way of an aligned copy where they cannot go as they are, and through the page cache on other disks."""
+    """Check pages at aligned and unaligned addresses, with O_DIRECT or, if not ``works``, through the page cache."""
     if not works:
         monkeypatch.setattr(direct_io, "works", lambda directory: False)
     rig = Rig(tmp_path / "home", page_nbytes=nbytes, payload="extents")

@@ -1,4 +1,4 @@
-"""A disk that refuses: failures instead of pages, one warning, reads go on, and it mends by itself."""
+"""Test a disk that refuses writes: they fail with one warning, reads continue, and the tier recovers by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("payload")
 
 @contextmanager
 def files_end_at(nbytes: int) -> Iterator[None]:
-    """No file of this process can be written beyond ``nbytes``, as on a full disk."""
+    """Limit the size of files that this process writes to ``nbytes``, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -47,7 +47,7 @@ def all_failed(ack: Ack, failure: Failure) -> bool:
     return ack.num_ready == 0 and {found for _, found in ack.failures} == {failure}
 
 
-def test_a_full_disk_fails_writes_keeps_reading_and_mends_by_itself(
+def test_full_disk_fails_writes_keeps_reading_and_recovers(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), files_end_at(data_file(rig.home).stat().st_size):
@@ -55,7 +55,7 @@ def test_a_full_disk_fails_writes_keeps_reading_and_mends_by_itself(
             assert all_failed(rig.write(range(first, first + 50)), Failure.NO_SPACE)
             assert rig.tier.stats()["read_only"] is True
         assert rig.present(range(20)) == set(range(20))
-        assert rig.tier.sync(PATIENCE_S)  # all was acked, as failed
+        assert rig.tier.sync(PATIENCE_S)  # every write has been acked, as failed
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     wait_until_writable(rig)
     assert rig.write(range(100, 150)).ok
@@ -64,11 +64,11 @@ def test_a_full_disk_fails_writes_keeps_reading_and_mends_by_itself(
     assert rig.tier.stats()["write_no_space"] != 0
 
 
-def test_an_erase_that_a_refusing_disk_missed_is_made_up_for(rig: Rig) -> None:
+def test_erase_refused_by_the_disk_is_done_later(rig: Rig) -> None:
     with data_file_is_read_only(rig.home):
         assert all_failed(rig.write([50]), Failure.IO_ERROR)
         rig.erase([3])
-        assert rig.tier.sync(PATIENCE_S)  # a tombstone names it
+        assert rig.tier.sync(PATIENCE_S)  # a tombstone names page 3
         assert rig.tier.stats()["pending_erases"] == 0
         assert rig.present(range(20)) >= set(range(20)) - {3}
     wait_until_writable(rig)
@@ -78,7 +78,7 @@ def test_an_erase_that_a_refusing_disk_missed_is_made_up_for(rig: Rig) -> None:
     assert rig.present([3, 50], version=1) == {3, 50}
 
 
-def test_a_write_error_is_an_io_error_and_passes(rig: Rig) -> None:
+def test_write_error_is_an_io_error_and_later_writes_succeed(rig: Rig) -> None:
     with data_file_is_read_only(rig.home):
         assert all_failed(rig.write(range(100, 110)), Failure.IO_ERROR)
         assert rig.tier.stats()["read_only"] is True
@@ -108,8 +108,13 @@ def test_an_overwrite_that_failed_leaves_no_record(rig: Rig) -> None:
     assert rig.tier.stats()["records"] == 0
 
 
-def test_a_lower_capacity_on_a_full_disk_opens_and_is_reached_at_an_open_with_room(tmp_path: Path) -> None:
-    """Extent files are cut only once LMDB has erased the records in their ends, which takes room."""
+def test_a_lower_capacity_on_a_full_disk_opens_and_takes_effect_at_an_open_with_free_space(
+    tmp_path: Path,
+) -> None:
+    """Lower the capacity while the disk is full, and then open the home with free space.
+
+    Extent files are truncated only after LMDB has erased the records at their ends, which needs disk space.
+    """
     home = tmp_path / "home"
     rig = Rig(home, payload="extents", capacity=8 << 20)
     assert rig.write(range(200)).ok

@@ -1,4 +1,4 @@
-"""Free blocks of extent files: runs by best fit, and records moved where all that is free is too short."""
+"""Test free blocks of extent files: best-fit allocation, and moving records when every free run is too short."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(first: int, length: int) -> set[int]:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, LONGEST), st.integers(0, 99)), max_size=80))
-def test_free_runs_are_what_was_given_and_not_taken(steps: list[tuple[bool, int, int]]) -> None:
+def test_free_runs_are_the_freed_space_not_taken(steps: list[tuple[bool, int, int]]) -> None:
     runs, free, held = FreeRuns(LONGEST), blocks(0, 40), list[tuple[int, int]]()
     runs.give(0, 40)
     for takes, length, which in steps:
@@ -56,10 +56,13 @@ def test_the_shortest_run_that_is_long_enough_is_cut(lengths: list[int], chance:
     assert runs.take(wanted) == (min(fitting)[1] if fitting else None)
 
 
-@settings(max_examples=lanes.examples(200, 1500))
+@settings(max_examples=lanes.examples(80, 1500))
 @given(st.data())
-def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
-    """Records here and there, some in the way that nobody names: whatever is planned is disjoint and gives room."""
+def test_moving_records_frees_space_and_changes_nothing_else(data: st.DataObject) -> None:
+    """Plan moves among random records and taken slots that no entry names.
+
+    The moves must never overlap, and must free a run of slots.
+    """
     slots, named = Slots(LONGEST), dict[int, list[tuple[int, int]]]()
     hidden: list[Place] = []
     for number in (1, 2):
@@ -91,7 +94,7 @@ def test_moves_make_room_and_touch_nothing_else(data: st.DataObject) -> None:
 
 
 def fill(rig: ExpRig, numbers: range) -> dict[int, int]:
-    """Write until the budget is used up; the bytes that each takes."""
+    """Write pages until the budget is used up. Returns the stored size of each page in bytes, by number."""
     held: dict[int, int] = {}
     for number in numbers:
         if sum(held.values()) + rig.tier.record_nbytes > rig.tier.budget_nbytes:
@@ -103,7 +106,10 @@ def fill(rig: ExpRig, numbers: range) -> dict[int, int]:
 
 
 def replace_some(rig: ExpRig, held: dict[int, int], fresh: range, seed: int) -> list[int]:
-    """Write ``fresh`` one by one, erasing at random what has to go; those that were refused."""
+    """Write the pages ``fresh`` one by one, and erase random pages to stay within the budget.
+
+    Return the numbers of the pages whose writes were refused.
+    """
     chance, refused = random.Random(seed), []
     for number in fresh:
         while sum(held.values()) + rig.tier.record_nbytes > rig.tier.budget_nbytes:
@@ -128,7 +134,7 @@ def free_and_used(rig: ExpRig) -> tuple[int, int]:
     return records._slots.num_free, records._slots.total
 
 
-def test_long_records_find_room_in_a_tier_full_of_short_ones(tmp_path: Path) -> None:
+def test_long_records_fit_into_a_tier_full_of_short_ones(tmp_path: Path) -> None:
     rig = open_at(tmp_path / "home")
     held = fill(rig, range(1000))
     assert len(held) > 100
@@ -146,7 +152,7 @@ def test_long_records_find_room_in_a_tier_full_of_short_ones(tmp_path: Path) -> 
     rig.close()
 
 
-def test_a_move_that_the_disk_refuses_loses_no_record_and_no_room(
+def test_a_move_that_the_disk_refuses_loses_no_record_and_no_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Callable[..., None]
 ) -> None:
     rig = open_at(tmp_path / "home")

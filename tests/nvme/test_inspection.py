@@ -1,4 +1,4 @@
-"""inspect, verify, purge: they say what is there and what is wrong, and delete only what is ours and not in use."""
+"""Test that inspect and verify report contents and damage, and that purge deletes only unused TierStore directories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("payload")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Two closed models, one page in the first and two in the second, and a damaged one."""
+    """Return a closed home of three models with one, two and no pages. Damaged data of the third was set aside."""
     home = tmp_path / "home"
     for fingerprint, count in (("ab12", 1), ("cd34", 2), ("ef56", 3)):
         rig = Rig(home, fingerprint=fingerprint)
@@ -53,11 +53,11 @@ def test_inspect_names_the_holder_of_one_in_use(home: Path) -> None:
     rig.close()
 
 
-def test_inspect_says_what_is_wrong(home: Path) -> None:
+def test_inspect_reports_faults(home: Path) -> None:
     os.truncate(data_file(home), 10_000)
     fault = inspect(home).shards[0].fault
     assert fault is not None
-    assert "10000 bytes" in fault
+    assert "9.8 KiB (10,000 bytes)" in fault
 
 
 def test_inspect_changes_nothing(home: Path) -> None:
@@ -68,7 +68,7 @@ def test_inspect_changes_nothing(home: Path) -> None:
 
 @pytest.mark.parametrize("page_nbytes", [1, 2048, 4095, 4096, 4097, 8192])
 def test_verify_finds_nothing_wrong_with_whole_pages_of_any_length(tmp_path: Path, page_nbytes: int) -> None:
-    # the buffer for the head of a record and that for its payload were one when a payload had exactly one block
+    # verify once used the same buffer for head and payload of a record if the payload had exactly one block
     rig = Rig(tmp_path / "sound", page_nbytes=page_nbytes)
     rig.write(range(3))
     rig.close()
@@ -140,7 +140,7 @@ def test_purge_keeps_what_is_in_use(home: Path) -> None:
     assert purge(home, "all").removed == ("ab12-0",)
 
 
-def test_purge_keeps_a_strangers_file_and_says_so(home: Path) -> None:
+def test_purge_keeps_a_foreign_file_and_reports_it(home: Path) -> None:
     (home / f"{FINGERPRINT}-0" / "notes.txt").write_text("mine")
     report = purge(home, "ab12")
     assert report.kept == (("ab12-0", "holds files that are not TierStore's"),)

@@ -1,4 +1,4 @@
-"""Files at open that are damaged, or are no files: one clear line, nothing hangs, and the rest goes on."""
+"""Test that opening warns once and does not hang if a file is damaged, or is a FIFO, directory, socket or link."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -25,10 +23,10 @@ from tests.nvme.rig import (
     data_file_is_read_only,
     extent_files,
 )
+from tests.support import forked
 from tierstore.errors import ConfigError
 from tierstore.nvme.inspection import inspect, purge, verify
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 
 pytestmark = pytest.mark.usefixtures("payload")
@@ -40,7 +38,7 @@ SHARD_MARKER = "tierstore-shard.json"
 def socket_at(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         here = Path.cwd()
-        os.chdir(path.parent)  # a socket's path is short
+        os.chdir(path.parent)  # the path of a socket must be short
         try:
             server.bind(path.name)
         finally:
@@ -67,7 +65,7 @@ NAMES = ("lock.mdb", "direct.probe", "tierstore-shard.json.new", "extent-00009.b
 
 
 def cases(*names: str) -> list[Any]:
-    """Every kind with every payload, and with every name; `make test` has each of them, but not all pairs."""
+    """Return all combinations of payload, kind and, if given, name. `make test` runs each value, but not every pair."""
     found = []
     for (i, payload), (j, kind), (k, name) in product(
         *map(enumerate, (rig_room.PAYLOADS, ODD, names or ("",)))
@@ -88,13 +86,13 @@ def make_odd(path: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def homes() -> dict[str, Path]:
-    """A home of each payload, made once and copied for each test."""
+    """Return an empty dict of homes by payload. ``home`` creates each home once and copies it for each test."""
     return {}
 
 
 @pytest.fixture
 def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed home with twenty pages."""
+    """Return a closed home with twenty pages."""
     kind = rig_room.default_payload
     if kind not in homes:
         homes[kind] = tmp_path_factory.mktemp(kind) / "home"
@@ -105,15 +103,14 @@ def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPa
 
 
 def pages_of(home: Path) -> set[int]:
-    """What a process of its own finds there; killed, and the test failed, if it hangs. It can write, too."""
+    """Return the pages that a separate process can read, and check that it can write. A hang fails the test."""
     program = (
         "import sys; from pathlib import Path; from tests.nvme.rig import Rig\n"
         "rig = Rig(Path(sys.argv[1]), payload=sys.argv[2])\n"
         "print(sorted(rig.present(range(20)))); assert rig.write([99]).ok; rig.close()\n"
     )
     kind = "extents" if extent_files(home) else "lmdb"
-    command = [sys.executable, "-c", program, str(home), kind]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    child = forked.run(program, home, kind, timeout=PATIENCE_S)
     assert child.returncode == 0, child.stderr
     return {int(number) for number in child.stdout.strip("[]\n").split(", ") if number}
 
@@ -123,7 +120,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def opened(home: Path, caplog: pytest.LogCaptureFixture) -> tuple[set[int], list[str]]:
-    """The pages that an open finds, and what it warned of; it can write."""
+    """Open the home, and check that the tier can write. Returns the pages found and the warnings logged."""
     with caplog.at_level(logging.WARNING):
         rig = Rig(home)
     found = rig.present(range(20))
@@ -134,7 +131,7 @@ def opened(home: Path, caplog: pytest.LogCaptureFixture) -> tuple[set[int], list
 
 
 @pytest.mark.parametrize("how", ["empty", "missing"])
-def test_an_empty_or_missing_catalogue_is_said_to_be_and_the_tier_starts_empty(
+def test_empty_or_missing_catalogue_is_logged_and_the_tier_starts_empty(
     home: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     data_file(home).unlink()
@@ -147,7 +144,7 @@ def test_an_empty_or_missing_catalogue_is_said_to_be_and_the_tier_starts_empty(
 
 
 @odd
-def test_a_catalogue_that_is_no_file_is_set_aside(
+def test_catalogue_that_is_not_a_file_is_set_aside(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     make_odd(data_file(home), kind)
@@ -161,7 +158,7 @@ def test_a_catalogue_that_is_no_file_is_set_aside(
 
 
 def shutil_copy(home: Path) -> Path:
-    """A copy for a process of its own, made without opening anything but regular files."""
+    """Return a copy of the home, made without opening anything but regular files."""
     to = home.with_name("copy")
     for path in [home, *sorted(home.rglob("*"))]:
         there = to / path.relative_to(home)
@@ -179,7 +176,7 @@ def shutil_copy(home: Path) -> Path:
 
 
 @pytest.mark.parametrize(("payload", "kind", "name"), cases(*NAMES), indirect=["payload"])
-def test_a_file_that_holds_no_page_and_is_odd_is_moved_away_and_every_page_is_there(
+def test_odd_file_without_pages_is_moved_away_and_no_page_is_lost(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str, name: str
 ) -> None:
     make_odd(data_file(home).parent / name, kind)
@@ -189,14 +186,14 @@ def test_a_file_that_holds_no_page_and_is_odd_is_moved_away_and_every_page_is_th
 
 
 @odd
-def test_tombstones_that_are_odd_drop_every_page_once_and_are_made_anew(
+def test_unusable_tombstones_drop_every_page_once_and_are_created_again(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     tombstones = data_file(home).with_name("erased.bin")
     make_odd(tombstones, kind)
     inspect(home), verify(home)
     caplog.clear()
-    found, (line,) = opened(home, caplog)  # nobody knows what they named
+    found, (line,) = opened(home, caplog)  # the keys of erased pages are lost
     assert found == set()
     assert f"erased.bin is {kind}" in line
     assert tombstones.is_file()
@@ -236,20 +233,20 @@ def test_tombstones_are_never_read_or_written_through_a_link(home: Path) -> None
         pytest.param("extent-1.bin", 1 << 20, marks=pytest.mark.deep),
     ],
 )
-def test_a_file_that_only_looks_like_an_extent_file_is_left_alone_and_costs_nothing(
+def test_file_that_resembles_an_extent_file_is_left_alone(
     home: Path, caplog: pytest.LogCaptureFixture, name: str, nbytes: int
 ) -> None:
     (data_file(home).parent / name).write_bytes(bytes(nbytes))
     assert opened(home, caplog) == (set(range(20)), [])
     rig = Rig(home)
-    assert rig.write(range(100, 140)).ok  # more than the extent files that are there have room for
+    assert rig.write(range(100, 140)).ok  # more than fit into the existing extent files
     assert rig.present(range(100, 140)) == set(range(100, 140))
     rig.close()
     assert (data_file(home).parent / name).read_bytes() == bytes(nbytes)
 
 
 @odd
-def test_a_lock_file_that_is_odd_is_moved_away_and_every_page_is_there(
+def test_odd_lock_file_is_moved_away_and_no_page_is_lost(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     lock = home / f"{FINGERPRINT}-0.lock"
@@ -277,11 +274,11 @@ def test_a_sub_directory_that_is_something_else_is_set_aside(
         return
     found, (line,) = opened(home, caplog)
     assert found == set()
-    assert "it is no directory" in line
+    assert "it is not a directory" in line
 
 
 @pytest.mark.parametrize(("payload", "kind"), [("extents", kind) for kind in ODD], indirect=["payload"])
-def test_an_extent_file_with_pages_that_is_odd_costs_the_pages_and_nothing_hangs(
+def test_odd_extent_file_loses_the_pages_without_a_hang(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     for path in extent_files(home):
@@ -292,7 +289,7 @@ def test_an_extent_file_with_pages_that_is_odd_costs_the_pages_and_nothing_hangs
 
 
 @pytest.mark.parametrize("length", [0, 100, PAGE])
-def test_an_extent_file_that_is_short_costs_the_pages_with_one_warning(
+def test_short_extent_file_loses_the_pages_with_one_warning(
     home: Path, caplog: pytest.LogCaptureFixture, length: int
 ) -> None:
     for path in extent_files(home):
@@ -301,7 +298,7 @@ def test_an_extent_file_that_is_short_costs_the_pages_with_one_warning(
         return
     found, (line,) = opened(home, caplog)
     assert found == set()
-    assert "missing or cut" in line
+    assert "missing or truncated" in line
 
 
 @pytest.mark.parametrize(
@@ -318,7 +315,7 @@ def test_an_extent_file_that_is_short_costs_the_pages_with_one_warning(
     ],
     ids=["empty", "cut-object", "binary", "other-format", "list", "zeros", "cut-text", "deep"],
 )
-def test_a_damaged_home_marker_is_written_anew_and_every_page_is_there(
+def test_a_damaged_home_marker_is_written_again_and_every_page_is_found(
     home: Path, caplog: pytest.LogCaptureFixture, raw: bytes
 ) -> None:
     whole = (home / HOME_MARKER).read_bytes()
@@ -330,13 +327,13 @@ def test_a_damaged_home_marker_is_written_anew_and_every_page_is_there(
     caplog.clear()
     found, (line,) = opened(home, caplog)
     assert found == set(range(20))
-    assert f"{HOME_MARKER} in {home} is damaged" in line
+    assert f"{HOME_MARKER} in {home} cannot be used" in line
     assert (home / f"{HOME_MARKER}.damaged-1").read_bytes() == raw
     assert (home / HOME_MARKER).read_bytes() == whole
 
 
 @odd
-def test_a_home_marker_that_is_odd_is_written_anew_and_every_page_is_there(
+def test_an_unusable_home_marker_is_written_again_and_every_page_is_found(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     make_odd(home / HOME_MARKER, kind)
@@ -347,7 +344,7 @@ def test_a_home_marker_that_is_odd_is_written_anew_and_every_page_is_there(
     assert (home / HOME_MARKER).is_file()
 
 
-def test_a_missing_home_marker_is_written_anew_where_a_sub_directory_is_ours(
+def test_a_missing_home_marker_is_written_again_if_a_sub_directory_belongs_to_tierstore(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (home / HOME_MARKER).unlink()
@@ -357,7 +354,7 @@ def test_a_missing_home_marker_is_written_anew_where_a_sub_directory_is_ours(
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe"])
-def test_a_damaged_home_marker_alone_makes_a_home(
+def test_directory_with_only_a_damaged_home_marker_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, raw: bytes
 ) -> None:
     (tmp_path / HOME_MARKER).write_bytes(raw)
@@ -365,12 +362,12 @@ def test_a_damaged_home_marker_alone_makes_a_home(
     assert found == set()
 
 
-def test_a_damaged_home_marker_beside_files_of_somebody_else_is_refused_and_left(tmp_path: Path) -> None:
+def test_a_damaged_home_marker_next_to_foreign_files_is_refused_and_left(tmp_path: Path) -> None:
     (tmp_path / HOME_MARKER).write_bytes(b"{")
     (tmp_path / "photo.jpg").write_bytes(b"mine")
-    with pytest.raises(ConfigError, match="files that TierStore did not make"):
+    with pytest.raises(ConfigError, match="files that TierStore did not create"):
         Rig(tmp_path)
-    with pytest.raises(ConfigError, match="files that TierStore did not make"):
+    with pytest.raises(ConfigError, match="files that TierStore did not create"):
         purge(tmp_path, "all")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", HOME_MARKER]
 
@@ -392,7 +389,7 @@ def test_a_damaged_marker_of_a_sub_directory_sets_it_aside(
 
 
 @odd
-def test_an_odd_marker_of_a_sub_directory_sets_it_aside(
+def test_odd_marker_of_a_sub_directory_sets_it_aside(
     home: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     make_odd(data_file(home).parent / SHARD_MARKER, kind)

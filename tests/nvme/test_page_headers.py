@@ -1,4 +1,4 @@
-"""A changed page header of a value is found before LMDB frees as many pages as it says."""
+"""Test damaged page headers of large values: opening detects them before LMDB frees the pages that they claim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 60
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A closed home with COUNT pages in LMDB and a free list."""
+    """Return a closed home with COUNT pages in LMDB, and with a free list."""
     rig = Rig(tmp_path / "home", payload="lmdb")
     assert rig.write(range(COUNT + 20)).ok
     rig.erase(range(COUNT, COUNT + 20))
@@ -30,7 +30,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def headers(home: Path) -> dict[bytes, int]:
-    """Where the header of each value is in the file."""
+    """Return, by key, the offset in data.mdb of the LMDB page header before each stored page."""
     return {
         name: first * BLOCK for name, first in large_values(data_file(home).read_bytes(), "pages").items()
     }
@@ -49,7 +49,9 @@ HEADERS: dict[str, tuple[str, int, Callable[[int], int]]] = {
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_a_header_that_says(home: Path, header: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_false_page_header_sets_the_directory_aside(
+    home: Path, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
     form, at, change = HEADERS[header]
     where = headers(home)[key(0)] + at
     raw = bytearray(data_file(home).read_bytes())
@@ -66,8 +68,8 @@ def test_a_header_that_says(home: Path, header: str, caplog: pytest.LogCaptureFi
     rig.close()
 
 
-def test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs(tmp_path: Path) -> None:
-    """LMDB writes a shorter value over a longer one of the same transaction in place, and keeps all its pages."""
+def test_overflow_pages_match_after_two_writes_in_a_transaction(tmp_path: Path) -> None:
+    """Write a long value, then a shorter one. By default, LMDB would keep all LMDB pages of the longer value."""
     nbytes = 32 << 10
     rig = Rig(
         tmp_path / "home", payload="lmdb", capacity=16 << 20, page_nbytes=nbytes, codec="exp", layout=LAYOUT

@@ -1,6 +1,6 @@
-"""LMDB after a write that failed: in panic it refuses every transaction, and the tier opens it anew by itself.
+"""Test LMDB after a failed write: it refuses every transaction (MDB_PANIC), and the tier reopens it by itself.
 
-Writes fail in a child process, by a library that is loaded before the system's.
+A library that is preloaded into a child process makes the child's writes fail.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
 
-from tests.field.killing import CHECKOUT
-from tests.nvme.rig import PATIENCE_S, Rig, data_file, key
+from tests.nvme.rig import PATIENCE_S, PAYLOADS, Rig, data_file, key
+from tests.support import lanes
+from tests.support.forked import CHECKOUT
 from tests.support.waiting import wait_for
 from tierstore.nvme.lmdb_environment import Environment
 
@@ -79,7 +81,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def child(library: Path, tmp_path: Path, payload: str) -> Callable[[str], dict[str, Any]]:
-    """Runs a script on a tier of 20 pages in a process whose writes fail as it says; what it tells."""
+    """Return a function that runs a script in a child process, after code that opens a tier of 20 pages.
+
+    The script makes writes fail with ``faults``. The function returns what the script passed to ``told``, and the
+    child's stderr as ``warnings``.
+    """
 
     def run(script: str) -> dict[str, Any]:
         done = subprocess.run(
@@ -98,7 +104,7 @@ def child(library: Path, tmp_path: Path, payload: str) -> Callable[[str], dict[s
     return run
 
 
-def test_one_failed_write_of_a_meta_page_costs_no_page(child: Callable[[str], dict[str, Any]]) -> None:
+def test_one_failed_write_of_a_meta_page_loses_no_page(child: Callable[[str], dict[str, Any]]) -> None:
     found = child("""
 faults.fail_meta(1)
 ok = rig.write(range(20, 40)).ok
@@ -110,11 +116,18 @@ rig.close()
     assert found["left"] == 0
     assert found["there"] == list(range(40))
     assert (found["stats"]["state"], found["stats"]["reopened"], found["stats"]["records"]) == ("ok", 1, 40)
-    assert found["warnings"].count("opened anew") == 1
+    assert found["warnings"].count("closed and reopened") == 1
 
 
-@pytest.mark.parametrize("kind", ["meta", "data", "syncs"])
-def test_a_disk_that_fails_writes_for_a_while_is_written_to_again(
+@pytest.mark.parametrize(
+    ("payload", "kind"),
+    lanes.some(
+        product(PAYLOADS, ["meta", "data", "syncs"]),
+        lambda payload, kind: (payload == "extents") == (kind == "data"),
+    ),
+    indirect=["payload"],
+)
+def test_disk_is_written_to_again_after_write_failures(
     child: Callable[[str], dict[str, Any]], kind: str, tmp_path: Path
 ) -> None:
     found = child(f"""
@@ -153,7 +166,7 @@ os._exit(0)
     rig.close()
 
 
-def test_reads_beside_a_panic_cost_no_record(child: Callable[[str], dict[str, Any]]) -> None:
+def test_reads_during_a_panic_lose_no_record(child: Callable[[str], dict[str, Any]]) -> None:
     found = child("""
 from tierstore.types import Failure
 reasons = set()
@@ -186,7 +199,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_a_reopening_waits_for_the_look_up_under_way_and_keeps_the_next_one_out(home: Path) -> None:
+def test_reopening_waits_for_the_running_lookup_and_blocks_the_next(home: Path) -> None:
     env = open_environment(home)
     inside, go_on, entered = threading.Event(), threading.Event(), threading.Event()
 
@@ -217,10 +230,10 @@ def test_a_reopening_waits_for_the_look_up_under_way_and_keeps_the_next_one_out(
     env.close()
 
 
-def test_a_reopening_gives_up_on_a_look_up_that_does_not_end(home: Path) -> None:
+def test_reopening_gives_up_on_a_lookup_that_does_not_end(home: Path) -> None:
     env = open_environment(home)
     with env.begin() as txn:
-        with pytest.raises(TimeoutError, match="has not ended"):
+        with pytest.raises(TimeoutError, match="is still running"):
             env.reopen(0.01)
         assert txn.get(key(3), db=env.catalogue) is not None
     env.reopen(PATIENCE_S)
@@ -229,7 +242,7 @@ def test_a_reopening_gives_up_on_a_look_up_that_does_not_end(home: Path) -> None
     env.close()
 
 
-def test_a_file_that_was_replaced_is_not_opened_in_the_place_of_the_old_one(home: Path) -> None:
+def test_replaced_file_is_not_reopened_as_the_old_one(home: Path) -> None:
     env, data = open_environment(home), data_file(home)
     shutil.copy(data, data.with_name("copy"))
     data.rename(data.with_name("aside"))
@@ -251,7 +264,7 @@ def test_a_file_that_is_cut_short_is_not_mapped_again(home: Path) -> None:
     with env.begin(write=True):
         pass
     os.truncate(data, 3 * 4096)
-    with pytest.raises(OSError, match="where its last page ends"):
+    with pytest.raises(OSError, match="its last page ends"):
         env.reopen(PATIENCE_S)
     data.write_bytes(whole)
     env.reopen(PATIENCE_S)

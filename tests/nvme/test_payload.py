@@ -1,4 +1,4 @@
-"""Which payload a directory gets, keeps or loses, and what its disk is asked."""
+"""Test which payload format a directory gets and keeps, when its pages are dropped, and when its disk is measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stats_say_whether_the_disk_is_read_directly(tmp_path: Path, payload: st
 
 
 @pytest.mark.parametrize(("was", "asked"), [("lmdb", "extents"), ("extents", "lmdb")])
-def test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_there(
+def test_another_payload_starts_empty_with_one_warning_and_auto_keeps_existing_records(
     tmp_path: Path, was: str, asked: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = tmp_path / "home"
@@ -50,7 +50,7 @@ def test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_t
         assert not caplog.records
         rig = Rig(home, payload=asked)
     assert len(caplog.records) == 1
-    assert f"nvme.payload is {asked} and the old one is in {was}" in caplog.text
+    assert f"nvme.payload is {asked}, but the old pages are in {was}" in caplog.text
     assert list(rig.tier.records()) == []
     assert rig.write(range(10)).ok
     assert bool(extent_files(home)) == (asked == "extents")
@@ -60,7 +60,7 @@ def test_the_other_payload_starts_anew_with_one_warning_and_auto_keeps_what_is_t
 
 
 class Disk:
-    """In the place of the probe: a disk of these rates, or without direct transfers."""
+    """Replaces the disk probe. Returns the given rates or, if ``write`` is None, fails as if O_DIRECT were missing."""
 
     def __init__(self, write: float | None, reads: dict[int, float] | None = None) -> None:
         self.asked: list[int] = []
@@ -114,7 +114,7 @@ def test_a_new_directory_gets_as_many_readers_as_its_disk_needs_and_keeps_them(
     assert disk.asked == [PAGE]
 
 
-def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_two(
+def test_a_given_number_of_readers_is_not_measured_and_an_unmeasurable_disk_gets_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(None)
@@ -123,7 +123,7 @@ def test_readers_that_are_given_ask_nothing_and_a_disk_that_tells_nothing_gets_t
     assert rig.tier.stats()["readers"] == 5
     rig.close()
     assert disk.asked == []
-    for _ in range(2):  # a directory without the figure is not asked later: the disk may be full by then
+    for _ in range(2):  # the second open does not measure either: the disk may be full by then
         rig = Rig(tmp_path / "home", capacity=EXTENTS_FROM, payload="lmdb")
         assert rig.tier.stats()["readers"] == DEFAULT_READERS == 2
         rig.close()
@@ -155,7 +155,7 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_probe_tells_of_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_reports_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct_io.works(tmp_path):
         pytest.skip("no O_DIRECT here")
     monkeypatch.setattr(disk_probe, "os", Calls(preadv=Failing()))

@@ -1,4 +1,4 @@
-"""Filesystems that cannot preallocate: files are written out instead, and a full disk still refuses before it harms."""
+"""Test file systems that cannot preallocate: files are filled with zeros instead, and a full disk is still detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CANNOT = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS]
 
 
 def refusing(number: int) -> Callable[[int, int, int], None]:
-    """A posix_fallocate that fails with this error."""
+    """Return a stand-in for ``posix_fallocate`` that fails with this error number."""
 
     def refuse(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -29,7 +29,7 @@ def refusing(number: int) -> Callable[[int, int, int], None]:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces system calls of what sets room aside, by name; without any, all are the system's again."""
+    """Return a function that replaces system calls of ``direct_io``, by name. Without arguments, it restores them."""
 
     def replace(**calls: Callable[..., object]) -> None:
         monkeypatch.setattr(direct_io, "os", Calls(**calls))
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 def blocks(path: Path) -> int:
-    """Bytes that the disk has set aside for a file."""
+    """Return the number of bytes that the disk has allocated for a file."""
     return path.stat().st_blocks * 512
 
 
@@ -74,7 +74,7 @@ def test_a_tier_without_preallocation_keeps_pages_in_files_without_holes(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_fills_while_a_file_is_written_out_makes_the_tier_read_only_until_there_is_room(
+def test_disk_that_fills_up_during_preallocation_makes_the_tier_read_only_until_space_is_freed(
     tmp_path: Path, disk: Callable[..., None], number: int
 ) -> None:
     rig = Rig(tmp_path / "home", payload="extents")
@@ -101,9 +101,7 @@ def test_a_disk_that_fills_while_a_file_is_written_out_makes_the_tier_read_only_
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EPERM])
-def test_other_errors_of_preallocation_are_the_disks_answer(
-    file: int, disk: Callable[..., None], number: int
-) -> None:
+def test_other_preallocation_errors_are_raised(file: int, disk: Callable[..., None], number: int) -> None:
     disk(posix_fallocate=refusing(number))
     with pytest.raises(OSError, match=os.strerror(number)):
         reserve(file, BLOCK)
@@ -112,7 +110,7 @@ def test_other_errors_of_preallocation_are_the_disks_answer(
 
 @pytest.mark.parametrize("there", [0, 1, BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("wanted", [1, BLOCK, 3 * BLOCK + 4, (8 << 20) + 3])
-def test_what_is_there_is_kept_and_zeros_follow(
+def test_existing_bytes_are_kept_and_zeros_follow(
     file: int, disk: Callable[..., None], there: int, wanted: int
 ) -> None:
     old = os.urandom(there)
@@ -123,7 +121,7 @@ def test_what_is_there_is_kept_and_zeros_follow(
     assert found == old + bytes(max(0, wanted - there))
 
 
-def test_short_writes_go_on_and_a_write_of_nothing_fails(file: int, disk: Callable[..., None]) -> None:
+def test_short_writes_continue_and_a_zero_byte_write_fails(file: int, disk: Callable[..., None]) -> None:
     def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, [buffers[0][:1000]], offset)
 
@@ -131,5 +129,5 @@ def test_short_writes_go_on_and_a_write_of_nothing_fails(file: int, disk: Callab
     reserve(file, 3500)
     assert os.fstat(file).st_size == 3500
     disk(posix_fallocate=refusing(errno.ENOSYS), pwritev=lambda *_: 0)
-    with pytest.raises(OSError, match="nothing was written"):
+    with pytest.raises(OSError, match="wrote 0 bytes"):
         reserve(file, 3501)

@@ -1,4 +1,4 @@
-"""The breaker opens after failures in a row or a hung read, lets one read try, and closes when that is answered."""
+"""Test the read breaker: repeated failures or a hung read open it, then it admits one read, whose success closes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ BUGS = [
     Bug("more than one probe", "            self.state = Circuit.PROBING\n", ""),
     Bug("no pause", "self._again = now + self._pause_s", "self._again = now"),
     Bug("the pause stays short", "min(2 * self._pause_s, self._longest_pause_s)", "self._pause_s"),
-    Bug("the pause grows for ever", "min(2 * self._pause_s, self._longest_pause_s)", "2 * self._pause_s"),
+    Bug(
+        "the pause grows without a limit",
+        "min(2 * self._pause_s, self._longest_pause_s)",
+        "2 * self._pause_s",
+    ),
     Bug(
         "the pause stays long",
         "            self._pause_s = self._first_pause_s\n        elif",
@@ -46,7 +50,7 @@ BUGS = [
     ),
     Bug("tickets do not change", "        self._ticket += 1\n", ""),
     Bug(
-        "a probe that was not tried is awaited for ever",
+        "a probe that was not tried is awaited forever",
         "            self.state = Circuit.OPEN\n            self._again = min",
         "            self._again = min",
     ),

@@ -1,4 +1,4 @@
-"""Records: whatever is not exactly what was written is an IntegrityError, never bytes."""
+"""Test the record format: reading a record that is not exactly as it was written raises an IntegrityError."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(
 
 @settings(deadline=None)
 @given(payloads, st.sampled_from([None, PARENT]))
-def test_a_record_gives_back_page_and_head(payload: bytes, parent: PageKey | None) -> None:
+def test_a_record_is_decoded_to_its_page_and_head(payload: bytes, parent: PageKey | None) -> None:
     record = record_of(payload, parent)
     head = read(record)
     assert record[record_format.HEAD_NBYTES :].tobytes() == payload
@@ -106,7 +106,7 @@ def test_a_longer_record_is_found(payload: bytes, more: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=5000))
-def test_noise_is_no_record(noise: bytes) -> None:
+def test_noise_is_refused_as_a_record(noise: bytes) -> None:
     with pytest.raises(IntegrityError):
         read(np.frombuffer(noise, dtype=np.uint8))
 
@@ -128,7 +128,7 @@ def test_a_record_of_another_format_or_codec_is_refused(offset: int, value: byte
         record_format.parse(record[: record_format.HEAD_NBYTES].tobytes())
 
 
-def test_a_head_and_its_place_in_lmdb_fill_one_block() -> None:
+def test_record_head_and_lmdb_header_fill_one_block() -> None:
     assert record_format.HEAD_NBYTES + 16 == 4096
     record = record_of(b"")
     assert record.nbytes == record_format.HEAD_NBYTES
@@ -171,7 +171,7 @@ def test_a_record_of_another_generation_is_refused() -> None:
         record_format.verify(sealed, payload, fingerprint=FINGERPRINT, key=KEY, generation=6)
 
 
-def test_a_page_worth_it_is_stored_encoded_and_comes_back() -> None:
+def test_a_page_worth_encoding_is_stored_encoded_and_decoded() -> None:
     record = exp_record(FLAT)
     head = read(record)
     assert (head.codec, head.raw_nbytes, head.stored_nbytes) == (
@@ -185,7 +185,7 @@ def test_a_page_worth_it_is_stored_encoded_and_comes_back() -> None:
     np.testing.assert_array_equal(page, FLAT)
 
 
-def test_a_page_not_worth_it_is_stored_as_it_is_and_needs_no_decoder() -> None:
+def test_page_not_worth_encoding_is_stored_raw_and_needs_no_decoder() -> None:
     record = exp_record(NOISE)
     head = read(record)
     assert (head.codec, head.raw_nbytes, head.stored_nbytes) == (record_format.Codec.NONE, 4096, 4096)
@@ -207,9 +207,9 @@ def test_each_changed_byte_of_an_encoded_record_is_found() -> None:
 def test_an_encoded_page_of_another_length_or_geometry_is_refused() -> None:
     record = exp_record(FLAT)
     head, payload = read(record), record[record_format.HEAD_NBYTES :]
-    with pytest.raises(IntegrityError, match="unknown geometry"):
+    with pytest.raises(IntegrityError, match="layout needed to decode it is unknown"):
         record_format.decode(head, payload, np.empty(4096, dtype=np.uint8), None)
-    with pytest.raises(IntegrityError, match="not 4095"):
+    with pytest.raises(IntegrityError, match=r"expected 4\.0 KiB \(4,095 bytes\)"):
         record_format.decode(head, payload, np.empty(4095, dtype=np.uint8), Decoder(GEOMETRY))
     other = Decoder(Geometry(4096, (Group(0, 1, 16, 64),)))
     with pytest.raises(IntegrityError):
@@ -222,7 +222,7 @@ LAYOUT = PageLayout.of(
 
 
 @pytest.mark.parametrize("name", codecs.LOSSY)
-def test_a_record_names_its_codec_and_no_other_decoder_takes_it(name: str) -> None:
+def test_record_is_decoded_only_by_its_own_codec(name: str) -> None:
     page = (np.random.default_rng(0).normal(size=2048).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
     record = np.empty(record_format.record_nbytes(4096), dtype=np.uint8)
     length = record_format.encode(
@@ -243,7 +243,7 @@ def test_a_record_names_its_codec_and_no_other_decoder_takes_it(name: str) -> No
     np.testing.assert_array_equal(found, wanted)
     assert found.any()
     for other in set(codecs.LOSSY) - {name} | {"exp"}:
-        with pytest.raises(IntegrityError, match="record of codec"):
+        with pytest.raises(IntegrityError, match="the record has codec"):
             record_format.decode(head, payload, found, codecs.decoder(other, LAYOUT))
 
 

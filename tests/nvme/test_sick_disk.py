@@ -1,4 +1,4 @@
-"""A disk that hangs or fails: what it holds up is told in time, the rest is not tried, and all comes back by itself."""
+"""Test a disk that hangs or fails: hung operations time out, no more are attempted, and the tier recovers by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Replace = Callable[..., None]
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    """Pages in extent files: what a disk does to reads is to be seen there alone."""
+    """Yield a tier with pages in extent files. Reads from LMDB cannot be made to fail, because they are page faults."""
     rig = Rig(tmp_path / "home", payload="extents")
     hold_clock(rig.tier)
     yield rig
@@ -33,7 +33,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def either(tmp_path: Path, payload: str) -> Iterator[Rig]:
-    """Pages in LMDB or in extent files."""
+    """Yield a tier with pages in LMDB or in extent files, according to ``payload``."""
     rig = Rig(tmp_path / "home")
     hold_clock(rig.tier)
     yield rig
@@ -45,12 +45,12 @@ def state(rig: Rig) -> str:
 
 
 def require_served(rig: Rig, numbers: Sequence[int]) -> None:
-    """The first read sees that the disk answers, and all that come after it are tried."""
+    """Assert that all pages can be read. The first read closes the breaker, so that all later reads are attempted."""
     assert rig.present(numbers[:1]) == set(numbers[:1])
     assert rig.present(numbers) == set(numbers)
 
 
-def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothing_writes_it(
+def test_hung_page_is_acked_late_in_time_and_again_after_the_read_ends(
     rig: Rig, calls: Replace, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rig.write(range(4)).ok
@@ -72,12 +72,12 @@ def test_a_page_whose_read_hangs_is_acked_apart_in_its_time_and_again_when_nothi
         assert (second.ok, second.num_ready, second.late) == (True, 1, ())
         assert (out[late] == page(late)).all()
         require_served(rig, range(4))
-        wait_for(lambda: len(caplog.records) == 2)  # who read tells of it after the ack
+        wait_for(lambda: len(caplog.records) == 2)  # the reader logs only after the ack
     assert state(rig) == "ok"
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_while_every_reader_hangs_reads_end_at_once_and_writes_go_on(rig: Rig, calls: Replace) -> None:
+def test_while_every_reader_hangs_reads_fail_at_once_and_writes_continue(rig: Rig, calls: Replace) -> None:
     assert rig.write(range(8)).ok
     disk = Hanging(2)
     calls(preadv=disk)
@@ -98,7 +98,7 @@ def test_while_every_reader_hangs_reads_end_at_once_and_writes_go_on(rig: Rig, c
     require_served(rig, [*range(8), 9])
 
 
-def test_a_tier_whose_readers_hang_closes_in_its_time_and_fails_what_is_queued(
+def test_a_tier_whose_readers_hang_closes_within_its_timeout_and_fails_queued_reads(
     tmp_path: Path, calls: Replace
 ) -> None:
     rig = Rig(tmp_path / "home", payload="extents")
@@ -115,7 +115,7 @@ def test_a_tier_whose_readers_hang_closes_in_its_time_and_fails_what_is_queued(
     assert rig.ack(stuck).num_ready == 2
 
 
-def test_a_disk_that_fails_reads_in_a_row_is_left_alone_and_asked_now_and_then(
+def test_disk_that_fails_reads_in_a_row_is_skipped_and_probed(
     rig: Rig, calls: Replace, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rig.write(range(30)).ok
@@ -124,11 +124,11 @@ def test_a_disk_that_fails_reads_in_a_row_is_left_alone_and_asked_now_and_then(
     with caplog.at_level(logging.INFO):
         ack, _ = rig.read(range(30))
         tried = sum(failure is Failure.IO_ERROR for _, failure in ack.failures)
-        assert LIMIT <= tried <= LIMIT + 1  # both readers may have begun one when the row was full
+        assert LIMIT <= tried <= LIMIT + 1  # the other reader may have begun a read when the breaker opened
         assert sum(failure is Failure.UNAVAILABLE for _, failure in ack.failures) == 30 - tried
         assert state(rig) == "absent"
         assert rig.tier.stats()["read_unavailable"] == 30 - tried
-        for asked in (0, 1, 1, 2):  # it is asked again, one page at a time
+        for asked in (0, 1, 1, 2):  # the disk is tried again, one page at a time
             if disk.calls < tried + asked:
                 ask_again(rig.tier)
             ack, _ = rig.read(range(30))
@@ -137,12 +137,12 @@ def test_a_disk_that_fails_reads_in_a_row_is_left_alone_and_asked_now_and_then(
         calls()
         ask_again(rig.tier)
         require_served(rig, range(30))
-        wait_for(lambda: len(caplog.records) == 3)  # who read tells of it after the ack
+        wait_for(lambda: len(caplog.records) == 3)  # the reader logs only after the ack
     assert state(rig) == "ok"
     told = {
         record.levelname: record.message for record in caplog.records if "misses until" not in record.message
     }
-    assert "could not be read" in told["WARNING"]  # of the first page, by whichever thread
+    assert "could not be read" in told["WARNING"]  # about the first failed page, from either reader
     assert "answers again" in told["INFO"]
 
 
@@ -165,7 +165,7 @@ def test_a_disk_that_fails_one_page_stays_in_use(rig: Rig, calls: Replace) -> No
     assert state(rig) == "ok"
 
 
-def test_while_a_write_hangs_the_tier_is_read_only_and_what_is_behind_it_fails(
+def test_while_a_write_hangs_the_tier_is_read_only_and_queued_writes_fail(
     either: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert either.write([0]).ok
@@ -200,7 +200,7 @@ def test_while_a_write_hangs_the_tier_is_read_only_and_what_is_behind_it_fails(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
+def test_erases_behind_a_hung_write_queue_only_their_keys(
     either: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert either.write([7]).ok
@@ -224,8 +224,8 @@ def test_erases_pile_up_behind_a_hung_write_by_their_keys_alone(
     assert either.present([1, 7]) == {1}
 
 
-def test_a_read_that_hangs_keeps_no_room_from_the_writer(rig: Rig, calls: Replace) -> None:
-    # An open read transaction keeps LMDB from using freed pages again: the map would be full after one round.
+def test_a_read_that_hangs_keeps_no_space_from_the_writer(rig: Rig, calls: Replace) -> None:
+    # An open read transaction would keep LMDB from reusing freed pages: the map would be full after one round.
     numbers = range(rig.tier.budget_nbytes // rig.tier.record_nbytes - 4)
     assert rig.write(numbers).ok
     disk = Hanging(1)
@@ -241,7 +241,7 @@ def test_a_read_that_hangs_keeps_no_room_from_the_writer(rig: Rig, calls: Replac
     assert rig.present(numbers[1:], version=5) == set(numbers[1:])
 
 
-def test_a_record_that_is_rewritten_under_a_read_is_read_as_it_was_and_counts_as_no_damage(
+def test_record_rewritten_during_a_read_keeps_its_bytes_and_is_not_counted_as_damage(
     rig: Rig, calls: Replace
 ) -> None:
     assert rig.write(range(20)).ok
@@ -249,7 +249,7 @@ def test_a_record_that_is_rewritten_under_a_read_is_read_as_it_was_and_counts_as
     calls(preadv=disk)
     transfer, out = rig.submit_read([3])
     disk.wait(1)
-    for version in range(1, 8):  # its old slot is kept for the read
+    for version in range(1, 8):  # the old slot is not reused until the read ends
         rig.erase(range(20))
         assert rig.write(range(20), version).ok
     disk.go_on.set()
@@ -280,9 +280,7 @@ def test_a_record_that_is_rewritten_during_every_try_is_unavailable_and_stays(
     rig.close()
 
 
-def test_a_record_that_is_erased_under_a_read_is_missing_and_counts_as_no_damage(
-    rig: Rig, calls: Replace
-) -> None:
+def test_record_erased_during_a_read_is_missing_and_not_counted_as_damage(rig: Rig, calls: Replace) -> None:
     assert rig.write(range(20)).ok
     disk = Hanging(1)
     calls(preadv=disk)
@@ -293,7 +291,7 @@ def test_a_record_that_is_erased_under_a_read_is_missing_and_counts_as_no_damage
         assert rig.write([*range(3), *range(4, 20)], version).ok
     disk.go_on.set()
     ack = rig.ack(transfer)
-    if ack.ok:  # a slot stays as it is while it is read
+    if ack.ok:  # a slot is not reused while it is read
         assert (out[0] == page(3)).all()
     else:
         assert [failure for _, failure in ack.failures] == [Failure.NOT_FOUND]
@@ -301,7 +299,7 @@ def test_a_record_that_is_erased_under_a_read_is_missing_and_counts_as_no_damage
     assert rig.present(range(20), version=7) == {*range(3), *range(4, 20)}
 
 
-def test_a_lent_record_that_is_rewritten_meanwhile_is_lent_as_it_was(rig: Rig, calls: Replace) -> None:
+def test_lent_record_keeps_its_bytes_while_it_is_rewritten(rig: Rig, calls: Replace) -> None:
     assert rig.write(range(20)).ok
     disk = Hanging(1)
     calls(preadv=disk)

@@ -1,15 +1,28 @@
-"""The tier's own promises: what was acked is there, what was erased is gone, one bad page costs one page."""
+"""Test the NVMe tier's guarantees: acked pages can be read, erased pages are gone, and a bad page affects no other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, Rig, blank, key, page
+from tests.nvme.rig import CAPACITY, PAGE, PATIENCE_S, PAYLOADS, Rig, blank, first_size, key, page
+from tests.support import lanes
+from tests.support.interrupts import interrupted_in
 from tierstore.errors import ConfigError
+from tierstore.nvme import tier as tier_module
+from tierstore.nvme.catalogue import Catalogue
+from tierstore.nvme.directory_lock import FileLock
+from tierstore.nvme.extents import Sealer
+from tierstore.nvme.lmdb_environment import Environment
+from tierstore.nvme.reader import Readers, RecordReader
+from tierstore.nvme.tombstones import Tombstones
+from tierstore.nvme.writer import Writer
 from tierstore.types import Failure
 
 pytestmark = pytest.mark.usefixtures("payload")
@@ -23,7 +36,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 100])
-def test_pages_come_back_as_they_were_written(rig: Rig, count: int) -> None:
+def test_pages_are_read_back_as_written(rig: Rig, count: int) -> None:
     numbers = list(range(count))
     ack = rig.write(numbers)
     assert (ack.ok, ack.num_ready, ack.nbytes) == (True, count, count * rig.tier.record_nbytes)
@@ -55,7 +68,7 @@ def test_any_page_size_works(tmp_path: Path, nbytes: int) -> None:
     rig.close()
 
 
-def test_a_missing_page_fails_alone(rig: Rig) -> None:
+def test_only_the_missing_page_fails(rig: Rig) -> None:
     rig.write([0, 2])
     ack, out = rig.read([0, 1, 2])
     assert not ack.ok
@@ -65,7 +78,7 @@ def test_a_missing_page_fails_alone(rig: Rig) -> None:
     np.testing.assert_array_equal(out[2], page(2))
 
 
-def test_erase_takes_what_was_written_before_and_spares_what_is_written_after(rig: Rig) -> None:
+def test_erase_removes_earlier_writes_and_keeps_later_ones(rig: Rig) -> None:
     first = rig.submit_write([0, 1])
     rig.erase([0, 7])
     second = rig.submit_write([2])
@@ -136,7 +149,7 @@ def test_everything_on_disk_stays_within_the_capacity_under_churn(rig: Rig) -> N
     assert used <= CAPACITY
 
 
-def test_more_than_the_budget_is_refused_and_room_made_is_used_again(rig: Rig) -> None:
+def test_writes_beyond_the_budget_are_refused_and_freed_space_is_reused(rig: Rig) -> None:
     count = CAPACITY // rig.tier.record_nbytes
     ack = rig.write(range(count))
     assert {failure for _, failure in ack.failures} == {Failure.NO_SPACE}
@@ -180,7 +193,7 @@ def test_close_settles_every_queued_read(tmp_path: Path) -> None:
             np.testing.assert_array_equal(out[index], page(index))
 
 
-def test_arguments_that_cannot_be_meant_are_refused_at_once(rig: Rig) -> None:
+def test_invalid_arguments_are_refused_at_once(rig: Rig) -> None:
     transfer = rig.transfer([key(0)])
     for pages in ([], [blank(PAGE - 1)], [blank().reshape(2, -1)]):
         with pytest.raises(ValueError, match=r"pages|flat"):
@@ -189,7 +202,7 @@ def test_arguments_that_cannot_be_meant_are_refused_at_once(rig: Rig) -> None:
             rig.tier.submit_read(transfer, pages)
 
 
-def test_two_shards_and_two_models_share_a_home_and_see_only_their_own(tmp_path: Path) -> None:
+def test_two_shards_and_two_models_share_a_home_and_see_only_their_own_pages(tmp_path: Path) -> None:
     home = tmp_path / "home"
     rigs = [Rig(home), Rig(home, shard=1), Rig(home, fingerprint="cd34")]
     for version, rig in enumerate(rigs):
@@ -202,7 +215,7 @@ def test_two_shards_and_two_models_share_a_home_and_see_only_their_own(tmp_path:
         rig.close()
 
 
-def test_stats_count_what_happened(rig: Rig) -> None:
+def test_stats_count_reads_and_writes(rig: Rig) -> None:
     rig.write([0, 1])
     rig.read([0, 5])
     stats = rig.tier.stats()
@@ -217,13 +230,110 @@ def test_stats_count_what_happened(rig: Rig) -> None:
 
 def test_the_smallest_capacity_that_opens_holds_a_page(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"nvme\.capacity must be at least (\d+) bytes .*, got 4096 bytes"
+        ConfigError, match=r"nvme\.capacity must be at least .* for pages of .*, got 4 KiB \(4,096 bytes\)"
     ) as caught:
         Rig(tmp_path / "home", capacity=4096)
-    least = int(str(caught.value).split("at least ")[1].split()[0])
+    least = first_size(str(caught.value))
     rig = Rig(tmp_path / "home", capacity=least)
     for number in range(20):
         assert rig.write([number]).ok
         assert rig.present([number]) == {number}
         rig.erase([number])
     rig.close()
+
+
+_BUSY: dict[str, tuple[type, str, Callable[..., object]]] = {
+    "write": (Catalogue, "store", Writer.join),
+    "read": (RecordReader, "fetch", Readers.join_until),
+}
+"""For each operation: the class and method in which a thread is held, and the method by which ``close`` waits."""
+
+
+@pytest.mark.parametrize("busy", list(_BUSY))
+def test_an_interrupted_close_leaves_open_what_a_thread_still_uses(
+    tmp_path: Path, payload: str, busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "home")
+    assert rig.write([0]).ok
+    inside, go_on = threading.Event(), threading.Event()
+    owner, name, wait = _BUSY[busy]
+    act = getattr(owner, name)
+
+    def held(*args: Any) -> Any:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+        return act(*args)
+
+    monkeypatch.setattr(owner, name, held)
+    number = rig.submit_write([1]) if busy == "write" else rig.submit_read([0])[0]
+    assert inside.wait(PATIENCE_S)
+    with interrupted_in(wait):
+        rig.tier.close(PATIENCE_S)
+    assert not rig.tier.close(0.0)
+    with pytest.raises(ConfigError, match="in use"):
+        Rig(tmp_path / "home")
+    go_on.set()
+    rig.close()
+    assert rig.ack(number).ok
+    again = Rig(tmp_path / "home")
+    assert again.present([0]) == {0}
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("payload", "step", "handler"),
+    lanes.some(
+        product(PAYLOADS, [Sealer, Tombstones, Environment, FileLock], ["raises", "closes"]),
+        lambda payload, step, handler: (payload == "lmdb") == (handler == "raises"),
+    ),
+    indirect=["payload"],
+)
+def test_a_close_that_was_interrupted_while_it_releases_the_directory_can_be_called_again(
+    tmp_path: Path, step: type, handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a signal handler raise, or call ``close`` itself, before and after each step of ``close``."""
+    name = "release" if step is FileLock else "close"
+    act = getattr(step, name)
+    for before in (True, False):
+        rig = Rig(tmp_path / "home")
+        assert rig.write([0]).ok
+        left = [rig]
+
+        def interrupted(part: Any, before: bool = before, left: list[Rig] = left) -> None:
+            if not before:
+                act(part)
+            if left and handler == "raises":
+                left.pop()
+                raise KeyboardInterrupt
+            if left:
+                left.pop().close()
+            if before:
+                act(part)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(step, name, interrupted)
+            try:
+                rig.close()
+            except KeyboardInterrupt:
+                rig.close()
+        again = Rig(tmp_path / "home")
+        assert again.present([0]) == {0}
+        again.close()
+
+
+def test_a_tier_that_cannot_be_opened_leaves_open_what_its_writer_still_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closed: list[Catalogue] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_module, "Watchdog", refuse)
+        patch.setattr(Writer, "join", lambda *_: False)  # the writer hangs
+        patch.setattr(Catalogue, "close", lambda catalogue: closed.append(catalogue))
+        with pytest.raises(RuntimeError, match="new thread"):
+            Rig(tmp_path / "home")
+    assert not closed
+    with pytest.raises(ConfigError, match="in use"):
+        Rig(tmp_path / "home")

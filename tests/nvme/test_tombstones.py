@@ -1,19 +1,16 @@
-"""Erases on a disk that refuses them: they are kept in a file that needs no room, and a restart carries them out."""
+"""Test erases that the disk refuses: tombstones keep their keys, and the next open deletes the records."""
 
 from __future__ import annotations
 
 import os
 import random
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.field.killing import CHECKOUT
 from tests.nvme.rig import (
     PATIENCE_S,
     Rig,
@@ -25,7 +22,7 @@ from tests.nvme.rig import (
     page,
     wait_until_writable,
 )
-from tests.support import lanes
+from tests.support import forked, lanes
 from tierstore.nvme.inspection import open_reader, purge, verify
 from tierstore.nvme.tombstones import Tombstones
 
@@ -37,13 +34,13 @@ def tombstone_file(home: Path) -> Path:
 
 
 def listed(rig: Rig) -> set[int]:
-    """Which of the first 400 pages a store would find at open."""
+    """Return which of pages 0 to 399 a store would find when it opens the tier."""
     found = {record[0] for record in rig.tier.records()}
     return {number for number in range(400) if key(number) in found}
 
 
 def refuse_erase(home: Path, numbers: range) -> None:
-    """Pages 0 to 19 are written, and an erase of some is refused by LMDB's file; then the tier closes."""
+    """Write pages 0 to 19, erase ``numbers`` while LMDB's file refuses writes, and close the tier."""
     rig = Rig(home)
     assert rig.write(range(20)).ok
     with data_file_is_read_only(home):
@@ -53,7 +50,7 @@ def refuse_erase(home: Path, numbers: range) -> None:
 
 
 @pytest.mark.usefixtures("payload")
-def test_a_restart_does_not_bring_back_what_a_refusing_disk_could_not_erase(tmp_path: Path) -> None:
+def test_restart_does_not_restore_pages_the_disk_refused_to_erase(tmp_path: Path) -> None:
     refuse_erase(tmp_path / "home", range(3, 7))
     rig = Rig(tmp_path / "home")
     assert listed(rig) == {*range(3), *range(7, 20)}
@@ -63,7 +60,7 @@ def test_a_restart_does_not_bring_back_what_a_refusing_disk_could_not_erase(tmp_
 
 
 @pytest.mark.usefixtures("payload")
-def test_a_page_that_is_written_again_after_its_erase_was_kept_survives_restarts(tmp_path: Path) -> None:
+def test_page_rewritten_after_its_tombstone_survives_restarts(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "home")
     assert rig.write(range(20)).ok
     with data_file_is_read_only(tmp_path / "home"):
@@ -100,9 +97,7 @@ def test_an_erase_that_no_tombstone_can_name_is_pending_until_the_disk_takes_it(
 
 
 @pytest.mark.parametrize("damaged", range(NUM_BLOCKS))
-def test_a_damaged_block_of_tombstones_brings_nothing_back_and_costs_nothing_else(
-    tmp_path: Path, damaged: int
-) -> None:
+def test_damaged_tombstone_block_restores_no_page_and_loses_no_other(tmp_path: Path, damaged: int) -> None:
     home = tmp_path / "home"
     refuse_erase(home, range(3, 7))
     change(tombstone_file(home), damaged * BLOCK + 100, b"\x55" * 64)
@@ -124,7 +119,7 @@ def test_tombstones_that_are_damaged_throughout_drop_every_page(tmp_path: Path) 
     rig.close()
 
 
-def test_damage_to_tombstones_that_name_nothing_costs_nothing(tmp_path: Path) -> None:
+def test_damage_to_empty_tombstones_loses_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     rig = Rig(home)
     assert rig.write(range(20)).ok
@@ -136,11 +131,11 @@ def test_damage_to_tombstones_that_name_nothing_costs_nothing(tmp_path: Path) ->
         rig.close()
 
 
-def test_a_record_cut_short_by_a_kill_was_not_confirmed_and_harms_nothing(tmp_path: Path) -> None:
+def test_tombstone_cut_short_by_a_kill_was_not_confirmed_and_is_harmless(tmp_path: Path) -> None:
     home = tmp_path / "home"
     refuse_erase(home, range(3, 7))
     confirmed = tombstone_file(home).read_bytes()
-    rig = Rig(home)  # carries it out
+    rig = Rig(home)  # carries the erase out
     rig.close()
     with data_file_is_read_only_at_open(home) as rig:
         rig.erase([10])
@@ -161,7 +156,7 @@ def data_file_is_read_only_at_open(home: Path) -> Iterator[Rig]:
         rig.close()
 
 
-def test_tombstones_never_run_full(tmp_path: Path) -> None:
+def test_any_number_of_tombstones_can_be_recorded(tmp_path: Path) -> None:
     tombstones = Tombstones(tmp_path, 0)
     erased = [key(number) for number in range(3000)]
     tombstones.record(erased)
@@ -189,7 +184,7 @@ def test_tombstones_count_until_their_epoch_is_retired(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("payload")
 def test_refused_writes_leave_no_tombstones_of_pages_that_are_not_there(tmp_path: Path) -> None:
-    """A full disk refuses pages for days: their keys would fill the filter, and the next open drop every page."""
+    """A disk may be full for days. If every refused key were recorded, the filter would soon match every page."""
     home = tmp_path / "home"
     rig = Rig(home)
     assert rig.write(range(20)).ok
@@ -197,7 +192,7 @@ def test_refused_writes_leave_no_tombstones_of_pages_that_are_not_there(tmp_path
         assert not rig.write([3, *range(100, 120)], version=1).ok
         assert rig.tier.sync(PATIENCE_S)
         named = Tombstones(tombstone_file(home).parent, 0, writable=False)
-        assert key(3) in named  # it was there, and must not come back as it was
+        assert key(3) in named  # the old version of page 3 must not come back
         assert not any(key(number) in named for number in range(100, 120))
         rig.close()
     rig = Rig(home)
@@ -233,7 +228,7 @@ def test_a_closed_directory_gives_no_page_that_a_tombstone_names(tmp_path: Path)
 def test_purge_and_a_new_payload_remove_tombstones(tmp_path: Path) -> None:
     home = tmp_path / "home"
     refuse_erase(home, range(3, 7))
-    rig = Rig(home, payload="extents")  # it was lmdb: starts empty
+    rig = Rig(home, payload="extents")  # starts empty, because the payload was lmdb
     assert rig.write(range(20)).ok
     rig.close()
     rig = Rig(home, payload="extents")
@@ -272,29 +267,21 @@ with data_file_is_read_only(home):
 """
 
 
-def test_a_kill_at_any_moment_after_a_sync_brings_nothing_back(tmp_path: Path, payload: str) -> None:
+def test_kill_at_any_moment_after_a_sync_restores_no_erased_page(tmp_path: Path, payload: str) -> None:
     for turn in range(lanes.examples(2, 6)):
         home = tmp_path / f"home{turn}"
-        with subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(home), payload],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=CHECKOUT,
-        ) as child:
-            assert child.stdout is not None
+        with forked.running(KILLED, home, payload) as child:
             assert child.stdout.readline() == "synced\n"
             for _ in range(random.Random(turn).randrange(200)):
                 os.sched_yield()
-            child.kill()
         rig = Rig(home)
         assert listed(rig) >= set(range(3))
         assert not listed(rig) & set(range(3, 7))
         rig.close()
 
 
-def test_a_full_disk_takes_tombstones(tmp_path: Path) -> None:
-    """No file of the process may grow: what is written in place still can be."""
+def test_tombstones_can_be_recorded_on_a_full_disk(tmp_path: Path) -> None:
+    """Prevent files from growing, as on a full disk. Existing blocks can still be overwritten."""
     home = tmp_path / "home"
     rig = Rig(home)
     assert rig.write(range(20)).ok

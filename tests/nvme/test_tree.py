@@ -1,4 +1,4 @@
-"""LMDB's file read by hand: it finds every page of a tree, and shrugs at anything else."""
+"""Test the prefetch of LMDB's file: it finds every page of a tree, and raises nothing if the file is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A closed home whose trees have three levels."""
+    """Return a closed home whose trees have three levels."""
     home = tmp_path / "home"
     Rig(home, capacity=16 * CAPACITY).close()
     with lmdb.open(
@@ -41,7 +41,7 @@ def fd(home: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def test_every_page_of_the_named_trees_is_asked_for(home: Path, fd: int) -> None:
+def test_prefetch_reads_every_page_of_the_named_trees(home: Path, fd: int) -> None:
     with lmdb.open(
         str(data_file(home).parent), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS
     ) as env:
@@ -57,7 +57,7 @@ def test_every_page_of_the_named_trees_is_asked_for(home: Path, fd: int) -> None
     assert prefetch(fd, [b"no such tree"]) == 0
 
 
-def test_the_newest_meta_page_says_how_long_the_file_is(home: Path, fd: int) -> None:
+def test_newest_meta_page_gives_the_file_length(home: Path, fd: int) -> None:
     with lmdb.open(
         str(data_file(home).parent), readonly=True, lock=False, max_dbs=catalogue_entry.MAX_DBS
     ) as env:

@@ -1,4 +1,4 @@
-"""Each bug planted in a copy of what looks through LMDB's file is found by the test that is for it."""
+"""Plant bugs in a copy of the code that checks LMDB's file, and test that the test listed for each bug finds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.planting import Bug
 
 pytestmark = pytest.mark.deep
 
-FOUND = test_tree_damage.test_what_lmdb_would_stumble_over_is_found
+FOUND = test_tree_damage.test_damage_that_would_crash_lmdb_is_found
 
 BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "the free list is not gone through": (
@@ -22,14 +22,14 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         test_tree_damage.test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process,
     ),
     "small trees are not gone through": (
-        '        count.small(tree, name.decode(errors="replace"))\n',
+        "        count.small(tree, f\"{name.decode(errors='replace')} tree\")\n",
         "        pass\n",
         FOUND,
     ),
     "the length of a value is not compared": (
         "value.nbytes != _HEAD_NBYTES + stored",
         "False",
-        test_tree_damage.test_every_bit_of_a_leaf_that_means_something_is_looked_at,
+        test_tree_damage.test_every_meaningful_bit_of_a_leaf_is_checked,
     ),
     "flags of a page are not all compared": ("flags != kind", "not flags & kind", FOUND),
     "a node's flags are not compared": (
@@ -45,7 +45,7 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "a large value has only the pages it needs": (
         "or more < 0:",
         "or more != 0:",
-        test_tree_damage.test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages,
+        test_tree_damage.test_value_shortened_in_place_passes_the_walk,
     ),
     "borders are not compared": ("keys[0] >= part.low and", "True or", FOUND),
     "records are not counted": ("if count != tree.entries:", "if False:", FOUND),
@@ -57,12 +57,12 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "headers of values are not looked at": (
         "                    self._take_value(first, nbytes, name)\n                count += 1",
         "                    self._take(first, self._length(nbytes), name)\n                count += 1",
-        test_page_headers.test_a_header_that_says,
+        test_page_headers.test_false_page_header_sets_the_directory_aside,
     ),
     "a shorter value keeps the pages of a longer one": (
         "if page.key in self._fresh:",
         "if False:",
-        test_page_headers.test_a_page_written_twice_in_a_transaction_has_the_pages_that_it_needs,
+        test_page_headers.test_overflow_pages_match_after_two_writes_in_a_transaction,
     ),
 }
 
@@ -77,4 +77,4 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     right, wrong, test = BUGS[bug]
     planting.copy_of_checkout(tmp_path, "nvme", "campaign")
     planting.plant(tmp_path, "tierstore.nvme", Bug(bug, right, wrong))
-    assert planting.outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failures, or a signal that LMDB ends in
+    assert planting.outcome(tmp_path, [test]) in (1, -6, -7, -11)  # failed tests, or a crash in LMDB

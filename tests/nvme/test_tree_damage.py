@@ -1,4 +1,4 @@
-"""LMDB's file counted through by hand: whatever a tier leaves passes, and what LMDB would stumble over does not."""
+"""Test the check of LMDB's file: it accepts every file that a tier leaves, and finds what would crash LMDB."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def directory(home: Path) -> str:
 
 
 def fault(home: Path) -> str | None:
-    """What a walk finds wrong."""
+    """Return what the check finds wrong in a closed home, or None. An error from LMDB fails the test."""
     marker = (data_file(home).parent / "tierstore-shard.json").read_text()
     try:
         found = walk(directory(home), "extents" if '"extents"' in marker else "lmdb")
@@ -59,13 +59,13 @@ def fault(home: Path) -> str | None:
 
 @pytest.fixture(scope="module")
 def homes() -> dict[str, Path]:
-    """A home of each payload, made once and copied for each test."""
+    """Return an empty dict of homes by payload. ``home`` creates each home once and copies it for each test."""
     return {}
 
 
 @pytest.fixture
 def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed home with a history: trees with branches, and a free list of several transactions."""
+    """Return a closed home with a history: its trees have branch pages, its free list has several transactions."""
     kind = rig_room.default_payload
     if kind not in homes:
         homes[kind] = with_history(tmp_path_factory.mktemp(kind) / "home")
@@ -78,18 +78,18 @@ def with_history(home: Path) -> Path:
         assert rig.write(range(version * 10, version * 10 + 40), version).ok
         rig.erase(range(version * 10, version * 10 + 40, 4))
     assert rig.tier.sync(PATIENCE_S)
-    catalogue_of(rig.tier).turn()  # so that no tree is empty
+    catalogue_of(rig.tier).turn()  # writes to the tree meta, so that no tree is empty
     rig.close()
     return home
 
 
 @both
-def test_a_home_with_a_history_passes(home: Path) -> None:
+def test_home_with_a_history_passes_the_walk(home: Path) -> None:
     assert fault(home) is None
 
 
 @both
-def test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages(home: Path) -> None:
+def test_value_shortened_in_place_passes_the_walk(home: Path) -> None:
     with lmdb.open(directory(home), map_size=4 << 20, max_dbs=catalogue_entry.MAX_DBS) as env:
         meta = env.open_db(catalogue_entry.META_DB)
         with env.begin(write=True) as txn:
@@ -102,7 +102,7 @@ def test_a_value_that_lmdb_shortened_in_place_passes_with_all_its_pages(home: Pa
 
 @both
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_lmdb_would_stumble_over_is_found(home: Path, damage: str) -> None:
+def test_damage_that_would_crash_lmdb_is_found(home: Path, damage: str) -> None:
     hurt = Hurt(home)
     change, told = DAMAGES[damage]
     change(hurt)
@@ -125,15 +125,15 @@ def test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process(ho
 
 
 @pytest.mark.parametrize("region", ["catalogue", "pages"])
-def test_every_bit_of_a_leaf_that_means_something_is_looked_at(home: Path, region: str) -> None:
+def test_every_meaningful_bit_of_a_leaf_is_checked(home: Path, region: str) -> None:
     chance = random.Random(6)
     hurt = Hurt(home)
     leaf = hurt.page(region)
     lower, upper = struct.unpack_from("<HH", hurt.raw, leaf + 12)
     places = [
         at for at in (*range(lower), *range(upper, BLOCK)) if at not in (8, 9)
-    ]  # a pad that nobody reads
-    for at in chance.sample(places, 400):
+    ]  # padding that nothing reads
+    for at in chance.sample(places, lanes.examples(120, 400)):
         bit = 1 << chance.randrange(8)
         hurt.raw[leaf + at] ^= bit
         hurt.save()
@@ -146,7 +146,7 @@ def test_a_free_list_that_names_a_page_of_a_value_is_found(home: Path) -> None:
     [first] = struct.unpack_from("<Q", hurt.raw, hurt.node(hurt.page("pages")) + 8 + 36)
     name_twice(hurt, first + 1)
     hurt.save()
-    assert "something else too" in str(fault(home))
+    assert "claimed twice" in str(fault(home))
 
 
 @both
@@ -160,7 +160,7 @@ def test_damage_of_the_small_tree_sets_the_directory_aside(home: Path) -> None:
         rig.close()
 
 
-def test_what_breaks_in_lmdb_though_the_walk_passed_it_sets_the_directory_aside(
+def test_an_lmdb_error_after_the_walk_passed_sets_the_directory_aside(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [lmdb.BadTxnError("as a damaged tree has it")]
@@ -191,7 +191,7 @@ def test_an_open_that_fails_leaves_no_descriptor(home: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "there", [(), (catalogue_entry.CATALOGUE_DB,), (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)]
 )
-def test_trees_whose_making_was_killed_are_made(tmp_path: Path, there: tuple[bytes, ...]) -> None:
+def test_trees_whose_creation_was_killed_are_created_again(tmp_path: Path, there: tuple[bytes, ...]) -> None:
     home = tmp_path / "home"
     Rig(home).close()
     data_file(home).unlink()
@@ -229,15 +229,15 @@ def test_a_walk_reads_one_block_of_each_value(home: Path, monkeypatch: pytest.Mo
     assert fault(home) is None
     assert len(first) > 50
     assert first <= read
-    assert read.isdisjoint({number + 1 for number in first})  # where the payload begins
+    assert read.isdisjoint({number + 1 for number in first})  # the second block, where the payload begins
 
 
-def test_the_head_of_a_record_is_as_long_as_a_walk_takes_it_for() -> None:
+def test_walker_and_record_format_agree_on_the_head_length() -> None:
     assert lmdb_walker._HEAD_NBYTES == record_format.HEAD_NBYTES
 
 
 def content(number: int, version: int, form: str) -> NDArray[np.uint8]:
-    """Noise, or with ``exp`` now and then a page that is worth encoding."""
+    """Return a page of noise. If ``form`` is exp, two pages in three are instead pages that the codec can encode."""
     if form == "none" or (number + version) % 3 == 0:
         return page(number, version, NBYTES)
     drawn = np.random.default_rng([number, version]).standard_normal(NBYTES // 2, dtype=np.float32)
@@ -246,8 +246,8 @@ def content(number: int, version: int, form: str) -> NDArray[np.uint8]:
 
 @both
 @pytest.mark.parametrize("form", ["none", pytest.param("exp", marks=pytest.mark.deep)])
-def test_whatever_a_tier_leaves_passes(tmp_path: Path, form: str) -> None:
-    """Full maps, pages written twice in a transaction, old readers, erases of everything, reopens."""
+def test_every_directory_that_a_tier_leaves_passes_the_walk(tmp_path: Path, form: str) -> None:
+    """Cover full maps, pages written twice per transaction, old readers, erases of every page, and reopens."""
     chance = random.Random(8)
     layout = LAYOUT if form == "exp" else None
     rig = Rig(tmp_path / "home", capacity=6 << 20, page_nbytes=NBYTES, codec=form, layout=layout)
@@ -270,7 +270,7 @@ def test_whatever_a_tier_leaves_passes(tmp_path: Path, form: str) -> None:
                 rig.close()
                 rig = Rig(tmp_path / "home", capacity=6 << 20, page_nbytes=NBYTES, codec=form, layout=layout)
             rig.tier.sync(PATIENCE_S)
-            if not rig.tier.stats()["read_only"]:  # else its writer tries again at any moment
+            if not rig.tier.stats()["read_only"]:  # a read-only tier may try to write at any moment
                 assert fault(rig.home) is None
                 walks += 1
     rig.close()

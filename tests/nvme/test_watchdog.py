@@ -1,4 +1,4 @@
-"""The thread that sees what hangs: it looks again and again, whatever a look meets, and a tier is told in its time."""
+"""Test the watchdog thread: an error does not stop it, and it reports a hung read after the timeout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sick_disk import Hanging
 from tierstore.nvme.tier import Watchdog
 
 
-def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+def test_watchdog_continues_after_an_error_and_stops_when_closed(caplog: pytest.LogCaptureFixture) -> None:
     looks: list[float] = []
     often = threading.Event()
 
@@ -40,7 +40,9 @@ def test_it_looks_on_after_an_error_and_never_once_it_is_closed(caplog: pytest.L
     assert len(looks) == number
 
 
-def test_what_hangs_is_told_by_itself_once_its_time_is_up(tmp_path: Path, calls: Callable[..., None]) -> None:
+def test_a_hanging_write_is_reported_by_the_watchdog_after_the_timeout(
+    tmp_path: Path, calls: Callable[..., None]
+) -> None:
     rig = Rig(tmp_path, payload="extents")
     assert rig.write(range(4)).ok
     rig.close()

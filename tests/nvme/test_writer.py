@@ -1,4 +1,4 @@
-"""The writer when the map is full: the budget is there so that this never happens, and it must be survived anyway."""
+"""Test the writer's queue, and the writer when LMDB's map is full, which the budget should prevent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with env.begin(write=True):
 
 
 class WriterRig:
-    """A writer whose record limit lies beyond what the map can take."""
+    """A writer whose budget is larger than LMDB's map."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
@@ -91,7 +91,7 @@ class WriterRig:
 
     @contextmanager
     def writer_held_up(self) -> Iterator[None]:
-        """Another process holds LMDB's write lock and the writer waits for it; what is submitted now queues up."""
+        """Hold LMDB's write lock in another process, so that the writer waits and submitted operations queue up."""
         command = [sys.executable, "-c", HOLD, str(self.directory), str(self.sizing.map_size)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
@@ -110,7 +110,7 @@ def rig(tmp_path: Path) -> Iterator[WriterRig]:
 
 
 def fill(rig: WriterRig) -> int:
-    """Write batches until one has no room; how many pages are there."""
+    """Write batches until one does not fit. Returns the number of pages written."""
     step = rig.sizing.batch_pages
     for count in range(0, 10_000, step):
         rig.submit(1, range(count, count + step))
@@ -122,14 +122,14 @@ def fill(rig: WriterRig) -> int:
     raise AssertionError("the map never filled")
 
 
-def test_a_batch_that_finds_the_map_full_fails_whole_and_harms_nothing(rig: WriterRig) -> None:
+def test_batch_that_finds_the_map_full_fails_whole(rig: WriterRig) -> None:
     count = fill(rig)
     assert all(rig.is_there(n) for n in range(count))
     assert not any(rig.is_there(n) for n in range(count, count + rig.sizing.batch_pages))
     assert not rig.writer.refusal.active
 
 
-def test_room_made_by_an_erase_serves_the_write_that_follows(rig: WriterRig) -> None:
+def test_space_freed_by_an_erase_is_used_by_the_next_write(rig: WriterRig) -> None:
     count = fill(rig)
     for turn in range(10):
         first = turn * rig.sizing.batch_pages
@@ -153,10 +153,8 @@ def test_a_batch_that_finds_the_map_full_waits_for_the_erases_queued_behind_it(r
     assert all(rig.is_there(n) for n in [*range(2 * step, count), *range(2000, 2000 + step), 3000])
 
 
-def test_what_queues_up_is_committed_together(rig: WriterRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        writer, "_LONG_S", math.inf
-    )  # else a batch that was held up for long makes the next smaller
+def test_queued_writes_are_committed_together(rig: WriterRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_LONG_S", math.inf)  # otherwise a slow batch makes the next ones smaller
     with rig.writer_held_up():
         for number in range(rig.sizing.batch_pages):
             rig.submit(number, range(number, number + 1))

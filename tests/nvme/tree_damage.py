@@ -1,4 +1,4 @@
-"""Damage of LMDB's file that LMDB would stumble over: what it looks like, byte by byte."""
+"""Changes single bytes and numbers in LMDB's data file in ways that would make LMDB crash or misbehave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.nvme.rig import data_file
 
 
 class Hurt:
-    """The bytes of a closed home's data.mdb, to be changed and written back."""
+    """The bytes of a closed home's data.mdb. Tests change them, and ``save`` writes them back."""
 
     def __init__(self, home: Path) -> None:
         self._path = data_file(home)
@@ -22,7 +22,7 @@ class Hurt:
         self._path.write_bytes(self.raw)
 
     def page(self, region: str, *, branch: bool = False, index: int = 0) -> int:
-        """Where a page of a region begins."""
+        """Return the offset of a leaf or, with ``branch``, of a branch page of a region."""
         kind = 1 if branch else 2
         return [at.offset for at in self.regions[region] if self.raw[at.offset + 10] == kind][index]
 
@@ -30,12 +30,12 @@ class Hurt:
         struct.pack_into(form, self.raw, at, change(struct.unpack_from(form, self.raw, at)[0]))
 
     def node(self, page: int, index: int = 0) -> int:
-        """Where a node begins."""
+        """Return the offset of a node in the page at offset ``page``."""
         [offset] = struct.unpack_from("<H", self.raw, page + 16 + 2 * index)
         return page + int(offset)
 
     def free(self) -> int:
-        """Where a record of the free list of at least three pages begins: their number, and they."""
+        """Return the offset of a free-list record: the count of page numbers, at least three, then the numbers."""
         leaf = self.page("free list")
         for index in range((struct.unpack_from("<H", self.raw, leaf + 12)[0] - 16) // 2):
             at = self.node(leaf, index) + 8 + 8
@@ -44,29 +44,29 @@ class Hurt:
         raise AssertionError("no such record")
 
     def meta(self) -> int:
-        """Where the newest meta page begins."""
+        """Return the offset of the newest meta page."""
         return max((0, BLOCK), key=lambda at: int(struct.unpack_from("<Q", self.raw, at + 144)[0]))
 
 
 def _tree(hurt: Hurt, name: bytes) -> int:
-    """Where the record of a tree begins."""
+    """Return the offset of the record that describes the tree ``name``."""
     leaf = hurt.page("names")
     return hurt.raw.index(name + struct.pack("<I", 0), leaf, leaf + BLOCK) + len(name)
 
 
 def _exchange(hurt: Hurt) -> None:
-    """One leaf's content over another's."""
+    """Overwrite the first leaf of the catalogue with the second, except for its page number."""
     leaves = [hurt.page("catalogue", index=index) for index in (0, 1)]
     hurt.raw[leaves[0] + 10 : leaves[0] + BLOCK] = hurt.raw[leaves[1] + 10 : leaves[1] + BLOCK]
 
 
 def _page(region: str, at: int, form: str, change: Callable[[int], int]) -> Callable[[Hurt], None]:
-    """A number of a region's first leaf is another."""
+    """Return a function that changes the number at offset ``at`` of a region's first leaf."""
     return lambda hurt: hurt.number(form, hurt.page(region) + at, change)
 
 
 def name_twice(hurt: Hurt, taken: int) -> None:
-    """The free list names a page that is something else."""
+    """Add page ``taken``, which is in use, to a record of the free list."""
     at = hurt.free()
     count = struct.unpack_from("<Q", hurt.raw, at)[0]
     numbers = sorted({taken, *struct.unpack_from(f"<{count - 1}Q", hurt.raw, at + 16)}, reverse=True)
@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     },
     "a free list that names a page in use": (
         lambda hurt: name_twice(hurt, hurt.page("catalogue") // BLOCK),
-        "something else too",
+        "claimed twice",
     ),
     "a free list that names a page beyond the file": (
         lambda hurt: hurt.number("<Q", hurt.free() + 8, lambda n: n + (1 << 31)),
@@ -106,7 +106,7 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
         lambda hurt: hurt.number(
             "<Q", hurt.free() + 8 * struct.unpack_from("<Q", hurt.raw, hurt.free())[0], lambda n: 1
         ),
-        "something else too",
+        "claimed twice",
     ),
     "a free list of a transaction to come": (
         lambda hurt: hurt.number("<Q", hurt.free() - 8, lambda n: n + (1 << 40)),
@@ -122,7 +122,7 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     ),
     "a tree that is deeper": (
         lambda hurt: hurt.number("<H", _tree(hurt, b"catalogue") + 6, lambda n: n + 1),
-        "has another page number or type",
+        "has a header with a wrong page number, type or bound",
     ),
     "a tree with more records": (
         lambda hurt: hurt.number("<Q", _tree(hurt, b"catalogue") + 32, lambda n: n + 1),

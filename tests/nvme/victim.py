@@ -1,6 +1,6 @@
-"""A process to be killed: writes, erases and syncs for ever, and says on stdout what it was promised.
+"""Program that a test kills: it writes, erases and syncs in a loop, and prints what is durable.
 
-Lines: ``sync N`` when pages below N are durable, ``gone N`` when the erase of pages below N is.
+``sync N`` means that pages below N are durable, ``gone N`` that the erase of pages below N is durable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stands between extent files and the disk: what is written when, and what a kill at that moment would leave behind."""
+"""Intercepts the system calls of extent files: checks their order, and copies what a kill at any moment would leave."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tierstore.nvme.direct_io import BLOCK
 from tierstore.nvme.extent_allocator import Place
 
 Block = tuple[int, int]
-"""Number of an extent file, and a block in it."""
+"""The number of an extent file, and of a block in this file."""
 
 
 class Calls:
-    """In the place of the ``os`` of the extent files: some calls are the test's, the rest the system's."""
+    """Replaces ``os`` in a module under test. The given calls are the test's own; all others are the system's."""
 
     def __init__(self, **calls: Callable[..., Any]) -> None:
         self._calls = calls
@@ -29,9 +29,9 @@ class Calls:
 
 
 class Watch:
-    """In the place of the ``os`` of the extent files; every other name is the real one's.
+    """Replaces ``os`` in the module ``extents``, and asserts that no write touches a slot in use.
 
-    ``named``: every slot that the committed catalogue names.
+    ``named`` returns every slot that the committed catalogue names.
     """
 
     def __init__(self, home: Path, named: Callable[[], set[Place]]) -> None:
@@ -39,7 +39,7 @@ class Watch:
         self.named = named
         self.dirty: set[Block] = set()
         self.calls: list[tuple[int, int, int]] = []
-        """Of each write: extent, offset, bytes."""
+        """For each write: the number of the extent file, the offset, and the number of bytes."""
         self._snapshot_in = 0
         self._snapshot: Path | None = None
 
@@ -65,11 +65,11 @@ class Watch:
         self._event()
 
     def snapshot_in(self, events: int, target: Path) -> None:
-        """Copy the home to ``target`` after so many writes and syncs from now."""
+        """Skip ``events`` writes and syncs, then copy the home to ``target`` after the next one."""
         self._snapshot_in, self._snapshot = events, target
 
     def no_snapshot(self) -> bool:
-        """Call it off; whether it had not come."""
+        """Cancel the snapshot. Returns True if it had not been taken yet."""
         waiting, self._snapshot = self._snapshot is not None, None
         return waiting
 
@@ -91,8 +91,8 @@ class Watch:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Extent files use ``watch`` for their calls."""
-    setattr(extents, "os", watch)  # noqa: B010  a module's import is no attribute to a type checker
+    """Make extent files use ``watch`` for their system calls."""
+    setattr(extents, "os", watch)  # noqa: B010  mypy rejects an assignment to an imported module
     try:
         yield
     finally:

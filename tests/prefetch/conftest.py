@@ -1,4 +1,4 @@
-"""A store of a few pages in every tier, and a clock that stands still."""
+"""Fixtures: a store with space for a few pages in every tier, and a clock that stands still."""
 
 from __future__ import annotations
 

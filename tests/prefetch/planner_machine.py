@@ -1,4 +1,4 @@
-"""A state machine over the planner: expected requests come and go, pages move, and every plan is held to the rules."""
+"""A state machine that changes expected requests and pages at random, and checks each plan against the rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ deadlines = st.sampled_from([NOW - 3, NOW, NOW + 4, NOW + 9, NOW + 20, inf])
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """``subject``: the module under test. Times are whole numbers, so that no rounding hides anything."""
+    """Plans random requests. ``subject`` is the module under test. Times are whole numbers, to avoid rounding."""
 
     subject: ClassVar[ModuleType] = planner
 
@@ -38,7 +38,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), tiers=st.lists(st.sampled_from(TIERS), max_size=5))
     def move(self, which: int, tiers: list[Tier]) -> None:
-        """The first pages of a sequence are there now, the others nowhere."""
+        """Put the first pages of a sequence into these tiers. The other pages are in no tier."""
         for key in SEQUENCES[which]:
             self.where.pop(key, None)
         self.where.update(zip(SEQUENCES[which], tiers, strict=False))
@@ -85,7 +85,7 @@ class PlannerMachine(RuleBasedStateMachine):
             if key not in self.where:
                 break
             found.append(self.where[key])
-        if self.machine.host_pages is None:  # there is no host memory to be in
+        if self.machine.host_pages is None:  # without host memory, these pages are on disk
             found = [Tier.NVME if tier == Tier.HOST else tier for tier in found]
         return tuple(found)
 
@@ -168,7 +168,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_out_without_a_reason(self) -> None:
-        """Where nothing is computed instead, a want gets its whole prefix but for room in HBM or places in HOST."""
+        """Assert that, if no page can be computed and there is space, the whole prefix of every want is loaded."""
         wants, machine = self.wants(), replace(self.machine, compute=None)
         found = self.plan(wants, machine, [])
         mine = {key for want in wants for key in want.keys[: found.outcomes[want.request_id].load]}

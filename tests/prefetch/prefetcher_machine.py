@@ -1,6 +1,6 @@
-"""A state machine over a store with a prefetcher, a turn at a time, with gates at the copies and the disk.
+"""A state machine of a store whose prefetcher runs turn by turn. Gates can hold back copies and reads.
 
-The model knows who is expected, who is retained and who is leased; every turn is held to what may not happen in it.
+The model knows which pages are expected, retained and leased. It checks that each turn follows the rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sequences = st.sampled_from(SEQUENCES)
 
 
 class Asked(NamedTuple):
-    """What the model knows of a hint in force."""
+    """An active hint, its deadline on the machine's clock, and its number in order of arrival."""
 
     hint: Hint
     deadline: float
@@ -47,7 +47,10 @@ class Asked(NamedTuple):
 
 
 class PrefetcherMachine(RuleBasedStateMachine):
-    """``planted``: the modules under test, loaded anew where they have a bug."""
+    """Runs a prefetcher while random hints, leases, evictions and failures occur.
+
+    ``loop_module`` and ``promoting_module`` are the modules under test, possibly copies with a planted bug.
+    """
 
     loop_module: ClassVar[ModuleType] = prefetcher
     promoting_module: ClassVar[ModuleType] = loads
@@ -63,7 +66,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.failures = False
         self.moving: set[tuple[PageKey, Tier]] = set()
-        """What the subject has started and may not have ended yet."""
+        """Copies that the prefetcher has started and that may still be in flight."""
         self.bench: Bench | None = None
 
     @initialize(places=st.tuples(*[st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])] * len(SEQUENCES)))
@@ -84,13 +87,13 @@ class PrefetcherMachine(RuleBasedStateMachine):
             self.raise_to(place, keys)
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
-        """In the place of the store's: notes what starts."""
+        """Call ``TierStore.promote``, which this method replaces, and record which copies start."""
         found = TierStore.promote(self.store, hint, keys, tier, over)
         self.moving.update((key, tier) for key in found.keys)
         return found
 
     def raise_to(self, place: Tier, keys: list[PageKey]) -> None:
-        """By a lease, as engines do."""
+        """Bring pages up to ``place`` by acquiring them, as an engine does."""
         if place < Tier.NVME:
             with self.store.acquire(keys) as lease:
                 lease.wait(PATIENCE_S)
@@ -107,7 +110,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
             self.bench.close()
             shutil.rmtree(self.home)
 
-    # -- what schedulers and engines do -------------------------------------------------------------------------
+    # -- steps of schedulers and engines ------------------------------------------------------------------------
 
     @rule(name=names, keys=sequences, length=st.integers(1, 3), in_s=st.sampled_from([1.0, 5.0, 20.0]))
     def expect(self, name: str, keys: list[PageKey], length: int, in_s: float) -> None:
@@ -144,7 +147,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @rule(keys=sequences, tier=st.sampled_from([Tier.HBM, Tier.HOST]))
     def evict(self, keys: list[PageKey], tier: Tier) -> None:
-        """Copies leave that nobody uses; the page stays below."""
+        """Evict copies that no lease pins, if a lower tier has the page."""
         pinned = {key for lease in self.leases for key in lease.keys}
         idle = [
             k for k in keys if k not in pinned and self.store.match([k]).num_pages and self.saved(k, tier)
@@ -157,7 +160,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         copies = self.copies(key)
         return any(copies.get(below) == "ready" for below in Tier if below > tier)
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     @rule(lane=st.sampled_from([IN, UP]))
     def hold(self, lane: Lane) -> None:
@@ -188,18 +191,18 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @rule()
     def go_on(self) -> None:
-        """Some turns with nothing in their way, each held to the rules."""
+        """Open the gates, then run four turns and check each turn."""
         self.open_gates()
         for _ in range(4):
             self.turn()
             assert self.store.drain(PATIENCE_S)
             self.now += 0.06
 
-    # -- what happens together, said outright so that it is not left to chance -----------------------------------
+    # -- combinations that random steps would rarely reach ------------------------------------------------------
 
     @rule(name=names, first=sequences, second=sequences)
     def expect_while_a_lease_waits(self, name: str, first: list[PageKey], second: list[PageKey]) -> None:
-        """What is asked for now stands at the gate, and what is expected could go on the same way."""
+        """Hold back the load of a lease while pages of an expected request could be loaded from the same tier."""
         self.below(Tier.HOST, [*first, *second])
         self.expect(name, second, 3, 1.0)
         self.hold(IN)
@@ -226,7 +229,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     def expect_what_is_there_and_something_later(
         self, first: list[PageKey], second: list[PageKey], since: list[PageKey]
     ) -> None:
-        """The pages needed sooner are in HBM already, and have been there for longer than any other."""
+        """Give hints for pages that have been in HBM longer than all others, and for pages that are needed later."""
         self.open_gates()
         self.raise_to(Tier.HBM, first)
         self.raise_to(Tier.HBM, since)
@@ -236,19 +239,19 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def cancel_in_a_turn(self, name: str) -> None:
-        """After it took in its hints, and before it starts anything."""
+        """Cancel a request after the turn has taken the hints, and before it starts copies."""
         self.turn_with("take_hints", lambda: self.cancel(name))
 
     @rule(name=names, kept=sequences, other=sequences)
     def retain_in_a_turn(self, name: str, kept: list[PageKey], other: list[PageKey]) -> None:
-        """After it planned with what stays, and before it starts anything: pages that were to be displaced."""
+        """Retain pages that a turn may evict, after the turn has asked which pages stay and before it starts copies."""
         self.below(Tier.HOST, other)
         self.raise_to(Tier.HBM, kept)
         self.expect("x" if name == "y" else "y", other, 3, 1.0)
         self.turn_with("staying", lambda: self.retain(name, kept))
 
     def turn_with(self, method: str, act: Callable[[], None]) -> None:
-        """A turn in which something happens right after it asked the store for this."""
+        """Run a turn that calls ``act`` right after it calls this method of the store."""
         ask = getattr(self.store, method)
 
         def ask_and_act(*args: object) -> object:
@@ -263,7 +266,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
             del vars(self.store)[method]
 
     def below(self, tier: Tier, keys: list[PageKey]) -> None:
-        """These pages are in ``tier`` as far as nobody holds them, and not above."""
+        """Move the sequences of these pages down, so that no unpinned page of these sequences is above ``tier``."""
         self.open_gates()
         for sequence in [x for x in SEQUENCES if set(x) & set(keys)]:
             if tier == Tier.HOST:
@@ -285,7 +288,8 @@ class PrefetcherMachine(RuleBasedStateMachine):
         brought = [(k, t) for k in PAGES for t in after[k] if t not in before[k]]
         wanted = {key for asked in self.asked.values() for key in asked.hint.keys}
         assert {key for key, _ in brought} <= wanted, "a copy started for nobody, or for who had cancelled"
-        waiting = [lease for lease in waiting if lease.wait(0.0) is LeaseState.PENDING]  # all the while, then
+        # the leases that waited before the turn and still do
+        waiting = [lease for lease in waiting if lease.wait(0.0) is LeaseState.PENDING]
         if waiting and self.waits_on(waiting, before, Tier.HOST):
             assert not [t for _, t in started if t == Tier.HBM], (
                 "a load starts while a lease waits for its own"
@@ -303,14 +307,14 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.require_room_in_host(staged, [k for k, t in brought if t == Tier.HOST])
 
     def waits_on(self, waiting: list[Lease], before: dict[PageKey, dict[Tier, str]], src: Tier) -> bool:
-        """Whether one of them waits for a page on its way from there, and not for one that is yet to be read."""
+        """Return whether a lease waits for a page in ``src``, and no lease waits for a page that is not in ``src``."""
         pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
         return any(
             before[k].get(Tier.HBM) == "arriving" and before[k].get(src) == "ready" for k in pages
         ) and not any(before[k].get(src) != "ready" and before[k].get(Tier.HBM) == "arriving" for k in pages)
 
     def reads_for(self, waiting: list[Lease], *looks: dict[PageKey, dict[Tier, str]]) -> bool:
-        """Whether one of them waits, at each look, for a page that has yet to come from NVMe."""
+        """Return whether a lease waits for a page that, in all of ``looks``, has arrived neither in HOST nor in HBM."""
         pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
         return any(
             all(look[k].get(Tier.HBM) == "arriving" and look[k].get(Tier.HOST) != "ready" for look in looks)
@@ -318,7 +322,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         )
 
     def require_later(self, lost: Sequence[PageKey], loaded: Sequence[PageKey]) -> None:
-        """A page that was expected left HBM only for one that is expected sooner, or goes before it in its prompt."""
+        """Assert that expected pages were evicted from HBM only for pages of the same or an earlier request."""
         for key in lost:
             needed = [a.order for a in self.asked.values() if key in a.hint.keys]
             if needed:
@@ -329,10 +333,10 @@ class PrefetcherMachine(RuleBasedStateMachine):
         return [k for k in PAGES if Tier.HOST in (c := self.copies(k)) and Tier.HBM not in c]
 
     def require_room_in_host(self, staged: list[PageKey], read: list[PageKey]) -> None:
-        """Reads of a turn are no more than the share of host memory."""
+        """Assert that a turn reads no more pages than fit into the prefetcher's share of host memory."""
         assert len(read) <= SHARE
 
-    # -- what always holds --------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def leases_are_whole_and_right(self) -> None:
@@ -349,7 +353,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
             self.store.check()
 
     def end(self) -> None:
-        """With nobody in the way, whoever is expected gets what fits; and nothing is left once nobody is."""
+        """Check that expected requests get the pages that fit, and that nothing is kept once they are cancelled."""
         assert self.bench is not None
         self.bench.open_gates()
         while self.leases:
@@ -374,7 +378,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         assert len(self.subject.expected) == 0
         require_nothing_held(self.store)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     def copies(self, key: PageKey) -> dict[Tier, str]:
         found = self.store.explain([key])[0]["copies"]

@@ -1,6 +1,7 @@
-"""A state machine over a real store and its promotion queue, as any caller may use it.
+"""A state machine that calls the methods of a promotion queue of a real store in random order.
 
-The model is a list of wants in order. Every call of the store is held to it: for whom, which pages, how many in flight.
+The model is an ordered list of wants. Each call that the queue makes to the store is checked against this list:
+the hint, the pages, and the number of pages in flight.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ STEP = 3
 
 @dataclass(eq=False)
 class Wanted:
-    """What the model knows of a want."""
+    """A want that has not ended. ``left`` contains the pages that are still to be promoted."""
 
     hint: Hint
     tier: Tier
     order: tuple[float, int]
-    """Last the number of the want."""
+    """The order given by the caller, then the number of the want."""
     left: list[PageKey]
 
 
 class PromotionsMachine(RuleBasedStateMachine):
-    """``module``: the one under test, loaded anew where it has a bug."""
+    """Calls a promotion queue in random order. ``module`` is the module under test, possibly with a planted bug."""
 
     module: ClassVar[ModuleType] = promotions
 
@@ -50,9 +51,9 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp(prefix="tierstore-promotions-"))
         self.wanted: list[Wanted] = []
         self.hints: dict[str, Hint] = {}
-        """In force, by request."""
+        """The active hint of each request."""
         self.ended: list[Hint] = []
-        """Hints of which nothing more may start: their wants are over, or they were withdrawn."""
+        """Hints for which no more copies may start, because the caller has ended their wants."""
         self.withdrawn: list[Hint] = []
         self.revision = self.number = self.started = 0
         self.bench: Bench | None = None
@@ -79,10 +80,10 @@ class PromotionsMachine(RuleBasedStateMachine):
             self.bench.close()
             shutil.rmtree(self.home)
 
-    # -- what the subject asks of the store ---------------------------------------------------------------------
+    # -- calls of the queue to the store ------------------------------------------------------------------------
 
     def promote(self, hint: Hint, keys: Sequence[PageKey], tier: Tier, over: Sequence[Hint] = ()) -> Promoted:
-        """In the place of the store's: holds the call to the model, and notes what it did."""
+        """Check the call against the model, call ``TierStore.promote``, and update the model."""
         if not keys:
             return TierStore.promote(self.store, hint, keys, tier, over)
         assert hint not in self.ended, "it starts pages that are over"
@@ -111,7 +112,7 @@ class PromotionsMachine(RuleBasedStateMachine):
     def forget(self, hint: Hint) -> None:
         self.wanted = [want for want in self.wanted if want.hint is not hint]
 
-    # -- what callers do ----------------------------------------------------------------------------------------
+    # -- steps of callers ---------------------------------------------------------------------------------------
 
     @rule(
         name=st.sampled_from("xyz"),
@@ -120,7 +121,7 @@ class PromotionsMachine(RuleBasedStateMachine):
         soon=st.sampled_from([0.0, 1.0, 2.0]),
     )
     def want(self, name: str, keys: list[PageKey], tier: Tier, soon: float) -> None:
-        """A request's pages, in host memory or all the way up. Its earlier hint is replaced by a new one."""
+        """Replace a request's hint with a new one, and queue promotions of its pages to HOST and ``tier``."""
         self.withdraw(name)
         self.revision += 1
         hint = self.hints[name] = Hint(name, self.revision, tuple(keys))
@@ -140,7 +141,7 @@ class PromotionsMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("xyz"))
     def withdraw(self, name: str) -> None:
-        """From the store alone: the queue hears of it when it next asks for the hint."""
+        """Withdraw a hint from the store. The queue notices this when it next promotes pages for the hint."""
         hint = self.hints.pop(name, None)
         if hint is not None:
             self.revision += 1
@@ -169,7 +170,7 @@ class PromotionsMachine(RuleBasedStateMachine):
     def change_the_budget(self, most: int) -> None:
         self.most = self.subject.most = most
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     @rule(lane=st.sampled_from([IN, UP]))
     def hold(self, lane: Lane) -> None:
@@ -184,10 +185,10 @@ class PromotionsMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(PAGES))
     def lose(self, key: PageKey) -> None:
-        """A page goes from everywhere."""
+        """Evict a page from all tiers."""
         self.store.evict([key])
 
-    # -- what always holds --------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def it_knows_what_waits(self) -> None:
@@ -205,7 +206,7 @@ class PromotionsMachine(RuleBasedStateMachine):
             self.store.check()
 
     def end(self) -> None:
-        """With nothing in its way, every want ends, and what was wanted to the last is there."""
+        """Open the gates. Check that every want then ends, and that the pages that were still wanted arrive."""
         self.open_gates()
         last = [(hint, want) for hint in self.hints.values() for want in self.wanted if want.hint is hint]
         pages = [(want.tier, list(want.left)) for _, want in last]

@@ -1,4 +1,4 @@
-"""What tests of the prefetcher share: a clock of their own, documents that lie below, and turns."""
+"""Helpers for the tests of the prefetcher: a clock, and functions that store documents and run turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NBYTES = SPEC.page_nbytes
 
 
 class Clock:
-    """Stands still unless it is told to go on."""
+    """A clock that stands still unless the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ def need(store: TierStore, name: str, keys: list[PageKey], deadline_s: float | N
 
 
 def run(prefetcher: Prefetcher, store: TierStore, clock: Clock, turns: int = 12) -> None:
-    """Turns, each after what the one before has started."""
+    """Run turns. After each, wait until its copies have finished, and advance the clock by 0.1 s."""
     for _ in range(turns):
         prefetcher.turn(0.0)
         assert store.drain(60.0)

@@ -1,4 +1,4 @@
-"""What is expected: the newest hint of each request, bounded, until it ends."""
+"""Tests of the list of expected requests, which keeps the newest hint of each of a limited number of requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(intake: ExpectedRequests) -> list[str]:
     return [each.hint.request_id for each in intake.in_order()]
 
 
-def test_who_is_needed_sooner_comes_first_then_the_higher_priority_then_the_earlier() -> None:
+def test_requests_are_ordered_by_deadline_then_priority_then_arrival() -> None:
     intake = ExpectedRequests()
     intake.take([hint("none"), hint("nine", deadline_s=9.0), hint("five", deadline_s=5.0)], 100.0)
     intake.take([hint("urgent", deadline_s=9.0, priority=1), hint("last")], 100.0)
@@ -44,7 +44,7 @@ def test_who_is_needed_sooner_comes_first_then_the_higher_priority_then_the_earl
     assert [each.deadline for each in intake.in_order()] == [105.0, 109.0, 109.0, inf, inf]
 
 
-def test_a_newer_revision_replaces_and_an_older_one_does_nothing() -> None:
+def test_newer_revision_replaces_the_hint_and_an_older_one_is_ignored() -> None:
     intake = ExpectedRequests()
     intake.take([hint("a", 2, chain(1, "x")), hint("a", 1), hint("a", 2)], 0.0)
     assert [each.hint.keys for each in intake.in_order()] == [tuple(chain(1, "x"))]
@@ -55,13 +55,13 @@ def test_a_newer_revision_replaces_and_an_older_one_does_nothing() -> None:
 @pytest.mark.parametrize(
     "last", [hint("a", 2, []), hint("a", 2, need="retain"), hint("a", 2, need="wont_need")]
 )
-def test_a_request_that_needs_nothing_more_is_expected_no_more(last: Hint) -> None:
+def test_request_that_needs_nothing_more_is_no_longer_expected(last: Hint) -> None:
     intake = ExpectedRequests()
     intake.take([hint("a"), last], 0.0)
     assert len(intake) == 0
 
 
-def test_a_hint_ends_with_its_time() -> None:
+def test_hint_expires_after_its_ttl() -> None:
     intake = ExpectedRequests()
     intake.take([hint("short", ttl_s=5.0), hint("due", deadline_s=10.0), hint("open")], 100.0)
     intake.expire(104.9)
@@ -71,7 +71,7 @@ def test_a_hint_ends_with_its_time() -> None:
         assert names(intake) == left
 
 
-def test_a_hint_that_is_in_force_no_more_is_dropped_but_not_a_newer_one() -> None:
+def test_superseded_hint_is_dropped_but_not_a_newer_one() -> None:
     intake = ExpectedRequests()
     intake.take([hint("a"), hint("b", 2)], 0.0)
     intake.drop(hint("a"))
@@ -79,7 +79,7 @@ def test_a_hint_that_is_in_force_no_more_is_dropped_but_not_a_newer_one() -> Non
     assert names(intake) == ["b"]
 
 
-def test_of_too_many_the_one_needed_last_is_turned_away() -> None:
+def test_beyond_the_limit_the_request_with_the_latest_deadline_is_rejected() -> None:
     intake = ExpectedRequests(most=2)
     intake.take(
         [hint("far", deadline_s=90.0), hint("near", deadline_s=1.0), hint("mid", deadline_s=5.0)], 0.0

@@ -1,4 +1,4 @@
-"""How many loads are started at once; a link that carries them layer group by layer group does not stand still."""
+"""Tests of how many loads are started at once: few, but enough to keep the link busy when it copies by layer group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = 16
 TURN_S = 20.0
 
 
-def test_a_half_is_started_and_the_next_once_most_of_it_has_crossed() -> None:
+def test_next_half_window_starts_once_most_of_the_first_has_crossed() -> None:
     window = LoadWindow()
     assert window.room(0.0, 0, MOST, 1.0) == HALF
     window.started(PIECE_PAGES)
@@ -25,7 +25,7 @@ def test_a_half_is_started_and_the_next_once_most_of_it_has_crossed() -> None:
     assert window.room(HALF * 0.7, HALF, MOST, 1.0) == HALF
 
 
-def test_a_half_that_was_started_ahead_counts_from_the_end_of_the_one_before() -> None:
+def test_half_window_started_ahead_counts_from_the_end_of_the_previous() -> None:
     window = LoadWindow()
     window.room(0.0, 0, MOST, 1.0)
     window.started(HALF)
@@ -35,14 +35,14 @@ def test_a_half_that_was_started_ahead_counts_from_the_end_of_the_one_before() -
     assert window.room(HALF * 1.7, HALF, MOST, 1.0) == HALF
 
 
-def test_there_is_never_more_under_way_than_may_be() -> None:
+def test_pages_in_flight_never_exceed_the_window() -> None:
     window = LoadWindow()
     assert window.room(0.0, 0, MOST, 1.0) == HALF
     window.started(HALF)
     assert window.room(1000.0, MOST - 3, MOST, 1.0) == 3
 
 
-def test_where_the_rate_is_not_known_or_little_may_be_under_way_only_that_counts() -> None:
+def test_with_unknown_rate_or_small_limit_only_pages_in_flight_count() -> None:
     window = LoadWindow()
     window.room(0.0, 0, MOST, 0.0)
     window.started(HALF)
@@ -51,8 +51,15 @@ def test_where_the_rate_is_not_known_or_little_may_be_under_way_only_that_counts
 
 
 def idle_s(room: Callable[[float, int], int], started: Callable[[int], None]) -> float:
-    """How long a link stood still that carried 32 windows: a page a second, a group of a piece at a time, and somebody
-    who looks every few seconds."""
+    """Return for how many seconds a simulated link is idle while 32 windows of pages are loaded.
+
+    The link takes 1 s per page, and copies one layer group of one piece at a time. Loads are started every
+    ``TURN_S`` seconds.
+
+    Args:
+        room: Returns how many pages may be started, given the time and the number of pages in flight.
+        started: Called with the number of pages of each piece that is started.
+    """
     waves: Waves[int] = Waves(GROUPS)
     crossed: dict[int, list[float]] = defaultdict(list)
     left, arriving, now, free, idle = 32 * MOST // PIECE_PAGES, 0, 0.0, 0.0, 0.0
@@ -74,11 +81,11 @@ def idle_s(room: Callable[[float, int], int], started: Callable[[int], None]) ->
     return idle
 
 
-def test_the_link_does_not_stand_still_between_two_waves() -> None:
+def test_link_is_not_idle_between_two_half_windows() -> None:
     window = LoadWindow()
     assert idle_s(lambda now, arriving: window.room(now, arriving, MOST, 1.0), window.started) <= TURN_S
 
 
-def test_filled_up_only_when_pages_have_ended_it_would_stand_still_after_each() -> None:
-    """So it is the window that the test before holds, and not the way the link is played."""
+def test_a_window_refilled_only_when_all_pages_have_arrived_would_leave_the_link_idle() -> None:
+    """Show that the previous test depends on the window, and not on how the link is simulated."""
     assert idle_s(lambda _, arriving: MOST - arriving, lambda _: None) > 16 * TURN_S

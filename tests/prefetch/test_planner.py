@@ -1,4 +1,4 @@
-"""The planner: against every order there is on small cases, and what it says in plain ones."""
+"""Tests of the planner: no order of promotions beats the plan's in small cases, and simple cases give known plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def lateness(ends: dict[str, float], wants: list[Want]) -> float:
 
 
 def least_lateness(wants: list[Want], read_s: float, load_s: float) -> float:
-    """Over every order of all reads; loads go whenever the link is free, tried in every order of requests too."""
+    """Return the least possible lateness, over every order of the reads and every order of requests on the link.
+
+    The link always loads a page if one is in host memory.
+    """
     pages = [(w.request_id, tier) for w in wants for tier in w.tiers]
     reads = [i for i, (_, tier) in enumerate(pages) if tier == NVME]
     best = inf
@@ -65,7 +68,7 @@ def _ends(
     ratio=st.integers(1, 4),
 )
 @settings(deadline=None)
-def test_no_order_makes_the_latest_request_less_late(
+def test_no_other_order_reduces_the_maximum_lateness(
     shapes: list[tuple[list[Tier], int]], ratio: int
 ) -> None:
     wants = [want(str(i), tiers, float(deadline)) for i, (tiers, deadline) in enumerate(shapes)]
@@ -75,7 +78,7 @@ def test_no_order_makes_the_latest_request_less_late(
     assert lateness(ends, wants) == least_lateness(wants, float(ratio), 1.0)
 
 
-def test_the_earliest_deadline_goes_first_then_the_higher_priority() -> None:
+def test_the_earliest_deadline_is_served_first_then_the_higher_priority() -> None:
     wants = [
         want("a", [HOST], 9.0),
         want("b", [HOST], 5.0),
@@ -85,7 +88,7 @@ def test_the_earliest_deadline_goes_first_then_the_higher_priority() -> None:
     assert [p.request_id for p in plan(wants, ROOMY, 0.0).promotions] == ["b", "c", "a", "d"]
 
 
-def test_a_page_goes_up_through_host_memory_and_its_load_waits_for_its_read() -> None:
+def test_a_page_is_read_into_host_memory_and_then_loaded() -> None:
     found = plan([want("a", [NVME, NVME])], ROOMY, 10.0)
     assert [(p.src, p.dst, len(p.keys), p.starts, p.ends) for p in found.promotions] == [
         (NVME, HOST, 2, 10.0, 18.0),
@@ -93,13 +96,13 @@ def test_a_page_goes_up_through_host_memory_and_its_load_waits_for_its_read() ->
     ]
 
 
-def test_without_host_memory_it_goes_straight_into_hbm() -> None:
+def test_without_host_memory_a_page_is_read_directly_into_hbm() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=9, host_pages=None)
     found = plan([want("a", [NVME, NVME])], machine, 0.0)
     assert [(p.src, p.dst, p.starts, p.ends) for p in found.promotions] == [(NVME, HBM, 0.0, 8.0)]
 
 
-def test_a_later_request_takes_the_time_that_a_sooner_one_leaves() -> None:
+def test_later_request_uses_the_link_time_left_by_a_sooner_one() -> None:
     found = plan([want("slow", [NVME, NVME], 5.0), want("quick", [HOST] * 4, 50.0)], ROOMY, 0.0)
     assert found.outcomes["slow"].ready == 9.0
     assert found.outcomes["quick"].ready == 4.0
@@ -112,19 +115,19 @@ def test_a_small_window_of_host_memory_carries_a_large_document() -> None:
     assert found.outcomes["a"].ready == 4.0 * 500 + 1.0
 
 
-def test_of_one_place_in_host_memory_reads_wait_for_loads() -> None:
+def test_with_one_host_slot_reads_wait_for_loads() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=1000, host_pages=1)
     assert plan([want("a", [NVME] * 3)], machine, 0.0).outcomes["a"].ready == 15.0
 
 
-def test_pages_two_requests_share_are_brought_once_and_count_once() -> None:
+def test_pages_shared_by_two_requests_are_loaded_and_counted_once() -> None:
     both = [want("a", [HOST, HOST], 5.0), Want(request_id="b", keys=tuple(chain(2, "a")), tiers=(HOST, HOST))]
     found = plan(both, Machine(read_s=1.0, load_s=1.0, hbm_pages=2, host_pages=9), 0.0)
     assert [o.load for o in found.outcomes.values()] == [2, 2]
     assert sum(len(p.keys) for p in found.promotions) == 2
 
 
-def test_what_is_there_for_a_sooner_request_is_not_displaced_and_the_rest_waits_in_host_memory() -> None:
+def test_pages_of_an_earlier_request_are_not_displaced_and_the_rest_waits_in_host_memory() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=3, host_pages=2)
     found = plan(
         [want("later", [HOST, NVME, NVME, NVME], 9.0), want("sooner", [HBM, HBM], 5.0)], machine, 0.0
@@ -134,7 +137,7 @@ def test_what_is_there_for_a_sooner_request_is_not_displaced_and_the_rest_waits_
 
 
 @pytest.mark.parametrize(("until", "load"), [(4.0, 1), (6.0, 3)])
-def test_retained_pages_keep_their_room_before_any_request_of_a_later_deadline(
+def test_retained_pages_keep_their_space_before_requests_with_later_deadlines(
     until: float, load: int
 ) -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=3, host_pages=9)
@@ -142,12 +145,12 @@ def test_retained_pages_keep_their_room_before_any_request_of_a_later_deadline(
     assert plan([want("a", [HOST] * 3, 5.0)], machine, 0.0, [stay]).outcomes["a"].load == load
 
 
-def test_what_is_there_in_time_is_loaded_however_cheap_computing_is() -> None:
+def test_pages_that_arrive_in_time_are_loaded_however_cheap_computing_is() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=9, host_pages=9, compute=Compute(0.001))
     assert plan([want("a", [NVME] * 4, 17.0)], machine, 0.0).outcomes["a"] == (4, 17.0, 17.0)
 
 
-def test_what_computing_beats_is_left_out() -> None:
+def test_pages_that_are_faster_to_compute_are_not_loaded() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=9, host_pages=9, compute=Compute(0.001))
     found = plan([want("a", [NVME] * 4, 0.0)], machine, 0.0)
     assert found.promotions == ()
@@ -168,33 +171,33 @@ def test_deep_pages_cost_more_to_compute_and_are_loaded() -> None:
     assert outcome.load > 15
 
 
-def test_what_has_to_be_computed_anyway_hides_loads() -> None:
+def test_computing_the_missing_pages_hides_loads() -> None:
     machine = Machine(read_s=4.0, load_s=2.0, hbm_pages=9, host_pages=9, compute=Compute(2.0))
     assert plan([want("a", [HOST] * 4, 0.0, more=4)], machine, 0.0).outcomes["a"] == (4, 8.0, 8.0)
 
 
-def test_without_a_deadline_all_is_loaded_some_time() -> None:
+def test_without_a_deadline_all_pages_are_eventually_loaded() -> None:
     machine = Machine(read_s=4.0, load_s=1.0, hbm_pages=9, host_pages=9, compute=Compute(0.001))
     assert plan([want("a", [NVME] * 4)], machine, 0.0).outcomes["a"].load == 4
 
 
-def test_promotions_are_pieces_that_the_store_starts_at_once() -> None:
+def test_promotions_are_split_into_pieces_the_store_starts_at_once() -> None:
     found = plan([want("a", [HOST] * (2 * PIECE_PAGES + 3))], ROOMY, 0.0)
     assert [len(p.keys) for p in found.promotions] == [PIECE_PAGES, PIECE_PAGES, 3]
 
 
-def test_no_more_is_planned_than_was_asked_for() -> None:
+def test_planning_stops_once_most_pages_is_reached() -> None:
     wants = [want(str(i), [HOST] * 10, float(i)) for i in range(10)]
     found = plan(wants, ROOMY, 0.0, most_pages=15)
     assert sum(len(p.keys) for p in found.promotions) == 20
     assert set(found.outcomes) == {str(i) for i in range(10)}
 
 
-def test_rates_that_are_not_known_yet_hold_nothing_up() -> None:
+def test_unknown_rates_delay_nothing() -> None:
     machine = Machine(read_s=0.0, load_s=0.0, hbm_pages=9, host_pages=2, compute=Compute(1.0))
     assert plan([want("a", [NVME] * 5, 0.0)], machine, 7.0).outcomes["a"] == (5, 7.0, 7.0)
 
 
-def test_planning_changes_nothing_and_is_the_same_again() -> None:
+def test_planning_is_repeatable_and_changes_nothing() -> None:
     wants = [want("a", [NVME, HOST, HBM], 3.0), want("b", [HOST], 1.0)]
     assert plan(wants, ROOMY, 0.0) == plan(wants, ROOMY, 0.0)

@@ -1,4 +1,4 @@
-"""The planner under whatever hypothesis can think of, and that planted bugs are noticed."""
+"""Test the planner with random requests, and test that the state machine detects planted bugs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.support.planting import SEARCH, Bug, load
 BUGS = [
     Bug("the latest goes first", "item.deadline, -item.priority", "-item.deadline, -item.priority"),
     Bug("the lowest priority goes first", "item.deadline, -item.priority", "item.deadline, item.priority"),
-    Bug("room has no end", "                if room == 0:\n                    break\n", ""),
-    Bug("a page that is there takes no room", "                room -= 1\n", ""),
+    Bug("free space has no limit", "                if room == 0:\n                    break\n", ""),
+    Bug("a resident page takes no space", "                room -= 1\n", ""),
     Bug(
-        "what a want takes is not gone for the next",
+        "space taken by a want is free for the next",
         "                self._room -= 1\n        self._emit",
         "                pass\n        self._emit",
     ),
-    Bug("retained pages take no room", "key not in self._there and self._room > 0:", "False:"),
-    Bug("retained pages below take room, too", "if tier == Tier.HBM and key", "if key"),
+    Bug("retained pages take no space", "key not in self._there and self._room > 0:", "False:"),
+    Bug("retained pages in lower tiers take space", "if tier == Tier.HBM and key", "if key"),
     Bug("retained pages go last", "(item.until, -(1 << 62))", "(float('inf'), 0)"),
     Bug(
         "loads do not wait for reads",
@@ -45,21 +45,21 @@ BUGS = [
         "                    heappush(self._places, self._now)",
     ),
     Bug(
-        "what was staged keeps no place",
+        "staged pages keep no slot",
         "max(self._disk_free, heappop(self._places))",
         "max(self._disk_free, self._places[0])",
     ),
-    Bug("what was staged is read again", "self._there or key in self._staged:", "self._there:"),
+    Bug("staged pages are read again", "self._there or key in self._staged:", "self._there:"),
     Bug("nothing waits in host memory", "            self._stage(want, load)", "            pass"),
     Bug("computing starts before the reads have ended", "max(start, read) + compute", "start + compute"),
     Bug("computing starts before the request", "max(start, read) + compute", "read + compute"),
     Bug(
-        "what is computed is counted from the first page",
+        "computed pages are counted from the first page",
         "compute.seconds(load, total)",
         "compute.seconds(0, total)",
     ),
     Bug(
-        "only what is read is computed",
+        "only read pages are computed",
         "total = self._machine.compute, len(want.keys)",
         "total = self._machine.compute, len(want.tiers)",
     ),
@@ -72,7 +72,7 @@ BUGS = [
         "never all", "for load in range(1, len(tried.there) + 1):", "for load in range(1, len(tried.there)):"
     ),
     Bug(
-        "what is left out is loaded too",
+        "skipped pages are loaded",
         "steps = [step for step in tried.steps if step.index < load]",
         "steps = tried.steps",
     ),
@@ -130,6 +130,6 @@ def test_the_machine_notices_a_bug_in_the_timeline(bug: Bug) -> None:
 
 @pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
-    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    """Show that failures come from the planted bugs, and not from loading a copy of the module."""
     few = settings(SEARCH, max_examples=30)
     run_state_machine_as_test(machine_over(load(planner)), settings=few)

@@ -1,4 +1,4 @@
-"""The prefetcher over a real store, a turn at a time: what it brings, for whom first, and what it leaves."""
+"""Tests of the prefetcher with a real store, turn by turn: which pages it promotes, and in which order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, Tier
 
 
-def test_what_is_hinted_is_in_hbm_when_it_is_asked_for_and_is_what_was_put(
-    store: TierStore, clock: Clock
-) -> None:
+def test_hinted_pages_are_in_hbm_when_requested_and_unchanged(store: TierStore, clock: Clock) -> None:
     prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 4)
     need(store, "r", keys, 5.0)
     run(prefetcher, store, clock)
@@ -35,7 +33,7 @@ def test_nothing_moves_without_a_hint(store: TierStore, clock: Clock) -> None:
     assert store.match(keys).tiers == (Tier.NVME,) * 4
 
 
-def test_who_is_needed_sooner_is_brought_first(bench: Bench, clock: Clock) -> None:
+def test_the_request_with_the_earliest_deadline_is_promoted_first(bench: Bench, clock: Clock) -> None:
     store = bench.store
     prefetcher = prefetcher_of(store, clock, max_in_flight=2 * NBYTES)
     later, sooner = stored(store, "later", 2, Tier.HOST), stored(store, "sooner", 2, Tier.HOST)
@@ -54,20 +52,18 @@ def test_no_copy_starts_after_the_call_that_cancelled_returned(bench: Bench, clo
     prefetcher.turn(0.0)
     store.hint(Hint("r", 2, ()))
     before = [where(store, key) for key in keys[1:]]
-    for tier in prefetcher._loop._promotions.tiers:  # what was planned before the cancel was heard of
+    for tier in prefetcher._loop._promotions.tiers:  # as planned before the prefetcher learned of the cancel
         prefetcher._loop._start(tier)
     run(prefetcher, store, clock, 3)
     assert [where(store, key) for key in keys[1:]] == before
     assert prefetcher.stats()["expected"] == 0
 
 
-def test_what_is_planned_goes_on_for_a_quarter_of_a_second_before_it_is_planned_anew(
-    store: TierStore, clock: Clock
-) -> None:
+def test_plan_is_kept_for_a_quarter_of_a_second(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock, max_in_flight=NBYTES)
     need(store, "r", stored(store, "a", 8, Tier.HOST))
     plans = []
-    for _ in range(8):  # a page each
+    for _ in range(8):  # each turn promotes one page
         prefetcher.turn(0.0)
         assert store.drain(60.0)
         plans.append(prefetcher.stats()["plans"])
@@ -75,7 +71,7 @@ def test_what_is_planned_goes_on_for_a_quarter_of_a_second_before_it_is_planned_
     assert plans == [1] * 6 + [2] * 2
 
 
-def test_what_computing_beats_stays_where_it_is(store: TierStore, clock: Clock) -> None:
+def test_pages_that_are_faster_to_compute_are_not_promoted(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock, Compute(1e-12))
     keys = stored(store, "a", 4)
     with store.acquire(stored(store, "to learn the rates", 1)) as lease:
@@ -85,7 +81,7 @@ def test_what_computing_beats_stays_where_it_is(store: TierStore, clock: Clock) 
     assert store.match(keys).tiers == (Tier.NVME,) * 4
 
 
-def test_a_deadline_that_comes_too_soon_is_counted_once(bench: Bench, clock: Clock) -> None:
+def test_missed_deadline_is_counted_once(bench: Bench, clock: Clock) -> None:
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     keys = stored(store, "a", 2, Tier.HOST)
     bench.copies.hold(IN)
@@ -98,7 +94,7 @@ def test_a_deadline_that_comes_too_soon_is_counted_once(bench: Bench, clock: Clo
     assert prefetcher.stats()["deadline_misses"] == 1
 
 
-def test_a_read_that_fails_is_not_tried_for_ever(bench: Bench, clock: Clock) -> None:
+def test_a_read_that_fails_is_not_retried_forever(bench: Bench, clock: Clock) -> None:
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     keys = stored(store, "a", 3)
     bench.records.fail_next(UP, 1)
@@ -108,8 +104,8 @@ def test_a_read_that_fails_is_not_tried_for_ever(bench: Bench, clock: Clock) -> 
     assert prefetcher.stats()["read_bytes"] == 3 * NBYTES
 
 
-def test_pages_are_the_same_with_it_and_without(tmp_path: Path, clock: Clock) -> None:
-    """The same requests, with hints before each and without: every page served is checked, and as many are."""
+def test_pages_are_the_same_with_and_without_the_prefetcher(tmp_path: Path, clock: Clock) -> None:
+    """Serve the same requests with and without hints. ``read`` checks each page and returns the number of pages."""
     served: dict[bool, list[int]] = {}
     for hinted in (True, False):
         bench = open_bench(tiers(hbm=8, host=4, nvme=tmp_path / str(hinted)), SPEC)
@@ -127,7 +123,7 @@ def test_pages_are_the_same_with_it_and_without(tmp_path: Path, clock: Clock) ->
     assert served[True] == served[False] == [5] * 8
 
 
-def test_an_engine_that_owns_hbm_has_pages_waiting_in_host_memory(tmp_path: Path, clock: Clock) -> None:
+def test_prefetcher_loads_pages_into_host_memory_if_an_engine_owns_hbm(tmp_path: Path, clock: Clock) -> None:
     config = load_config(
         {
             "host": {"capacity": 8 * NBYTES, "pin": "never"},

@@ -1,4 +1,4 @@
-"""The end of a prefetcher, and of a store that has one."""
+"""Tests of closing a prefetcher, and of closing a store that has a prefetcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.store import TierStore
 from tierstore.types import Hint, HintResult, Tier
 
 
-def test_it_ends_by_itself_when_the_store_closes_and_closing_twice_is_nothing(tmp_path: Path) -> None:
+def test_prefetcher_ends_when_the_store_closes_and_close_is_idempotent(tmp_path: Path) -> None:
     store, _ = running(tmp_path)
     prefetcher = Prefetcher.attach(store)
     store.close()
@@ -30,7 +30,7 @@ def test_it_ends_by_itself_when_the_store_closes_and_closing_twice_is_nothing(tm
         asyncio.run(prefetcher.ready(chain(1), by=0.0))
 
 
-def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp_path: Path) -> None:
+def test_after_closing_the_store_works_and_another_prefetcher_may_attach(tmp_path: Path) -> None:
     store, _ = running(tmp_path)
     keys = stored(store, "a", 4)
     first = Prefetcher.attach(store)
@@ -51,7 +51,7 @@ def test_once_it_is_closed_the_store_goes_on_without_it_and_another_may_come(tmp
     store.close()
 
 
-def test_once_its_thread_has_ended_hints_are_rejected_though_closing_did_not_wait_for_it(
+def test_once_its_thread_has_exited_hints_are_rejected_although_closing_did_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = running(tmp_path)
@@ -74,10 +74,10 @@ def test_once_its_thread_has_ended_hints_are_rejected_though_closing_did_not_wai
         assert store.hint(Hint("r", 1, tuple(chain(1)))) is HintResult.REJECTED
 
 
-def test_a_closing_store_has_nothing_brought_up_any_more(
+def test_closing_store_starts_no_more_promotions(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its close would wait for every page that a prefetcher goes on to start."""
+    """If the prefetcher started more copies, closing the store would wait for them."""
     bench = open_bench(tiers(hbm=8, host=16, nvme=tmp_path), SPEC)
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock, max_in_flight=NBYTES)
     keys, wait_idle = stored(store, "a", 8, Tier.HOST), store._pump.wait_idle

@@ -1,4 +1,4 @@
-"""The prefetcher and the store's promotions under whatever hypothesis can think of; planted bugs are noticed."""
+"""Tests the prefetcher and the store's promotions with random steps. Also tests that planted bugs are detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMOTING = [
         "victim is not None",
     ),
     Bug(
-        "what is kept is kept for ever",
+        "kept pages are kept forever",
         "            if self._ending[0]:\n                self._let_go(self._ending[0].popitem()[0])",
         "            if self._ending[0]:\n                self._ending[0].popitem()",
     ),
@@ -44,7 +44,7 @@ PROMOTING = [
 ]
 BRINGING = [
     Bug(
-        "there is no limit in flight",
+        "pages in flight have no limit",
         "            if room <= 0:\n                break\n",
         "            room = 32\n",
     ),
@@ -53,9 +53,9 @@ BRINGING = [
         "expected = self.expected.in_order()",
         "expected = self.expected.in_order()[::-1]",
     ),
-    Bug("what is there is not kept", "            self._kept.ask(tier)\n", ""),
-    Bug("it plans once", "if fresh or now >= self._plan_at:", "if fresh:"),
-    Bug("it does not hear of what is new", "        self.expected.take(hints, self._clock())\n", ""),
+    Bug("resident pages are not kept", "            self._kept.ask(tier)\n", ""),
+    Bug("planning happens only once", "if fresh or now >= self._plan_at:", "if fresh:"),
+    Bug("new hints are not taken", "        self.expected.take(hints, self._clock())\n", ""),
     Bug(
         "loads are never started",
         "for tier in self._promotions.tiers:",
@@ -101,6 +101,6 @@ def test_the_machine_notices_a_bug_in_the_intake(bug: Bug) -> None:
 
 @pytest.mark.deep
 def test_the_loaded_copies_without_a_bug_pass() -> None:
-    """So it is the bugs that are noticed, and not the way the code is loaded."""
+    """Show that failures come from the planted bugs, and not from loading copies of the modules."""
     machine = machine_over(loop_module=load(prefetcher), promoting_module=load(loads))
     run_state_machine_as_test(machine, settings=settings(SEARCH, max_examples=10))

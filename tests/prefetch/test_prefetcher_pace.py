@@ -1,4 +1,4 @@
-"""When the prefetcher plans, and when it keeps away."""
+"""Tests of how often the prefetcher plans, and of the times at which it must not start copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
 
-def test_the_first_pages_of_a_large_document_go_up_before_all_of_it_is_planned(
+def test_first_pages_of_a_large_document_are_promoted_before_planning_ends(
     tmp_path: Path, clock: Clock
 ) -> None:
     with TierStore.open(tiers(hbm=610, host=610), SPEC) as store:
@@ -33,7 +33,7 @@ def test_the_first_pages_of_a_large_document_go_up_before_all_of_it_is_planned(
         store.check()
 
 
-def test_it_keeps_away_while_a_lease_waits(bench: Bench, clock: Clock) -> None:
+def test_prefetcher_pauses_while_a_lease_waits(bench: Bench, clock: Clock) -> None:
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     asked, expected = stored(store, "asked", 2, Tier.HOST), stored(store, "expected", 2, Tier.HOST)
     bench.copies.hold(IN)
@@ -50,10 +50,8 @@ def test_it_keeps_away_while_a_lease_waits(bench: Bench, clock: Clock) -> None:
     assert store.match(expected).tiers == (Tier.HBM, Tier.HBM)
 
 
-def test_it_does_not_plan_again_and_again_while_a_lease_waits_for_all_of_it(
-    bench: Bench, clock: Clock
-) -> None:
-    """What a model that answers meanwhile would have to wait for."""
+def test_prefetcher_does_not_replan_while_a_lease_waits_for_all_pages(bench: Bench, clock: Clock) -> None:
+    """Frequent planning would delay a model that computes in the same process."""
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     keys = stored(store, "a", 4, Tier.HOST)
     bench.copies.hold(IN)
@@ -75,7 +73,7 @@ def test_it_does_not_plan_again_and_again_while_a_lease_waits_for_all_of_it(
 
 
 class Ticking(Clock):
-    """Goes on by so much whenever it is read: a plan takes one tick at least."""
+    """A clock that advances by ``tick`` seconds whenever it is read, so that a plan takes at least one tick."""
 
     tick = 0.005
 
@@ -84,7 +82,7 @@ class Ticking(Clock):
         return self.now
 
 
-def test_a_plan_takes_a_tenth_of_its_time_at_most_though_all_is_under_way(bench: Bench) -> None:
+def test_planning_takes_at_most_a_tenth_of_the_time_when_all_is_in_flight(bench: Bench) -> None:
     clock = Ticking()
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     keys = stored(store, "a", 4, Tier.HOST)
@@ -98,7 +96,7 @@ def test_a_plan_takes_a_tenth_of_its_time_at_most_though_all_is_under_way(bench:
     assert 5 < plans < 1 + (clock.now - begin) / (10 * clock.tick)
 
 
-def test_plans_that_take_long_are_not_made_more_often_because_something_could_start(bench: Bench) -> None:
+def test_slow_plans_are_not_made_more_often_because_promotions_could_start(bench: Bench) -> None:
     clock = Ticking()
     clock.tick = 0.05
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock, max_in_flight=NBYTES)

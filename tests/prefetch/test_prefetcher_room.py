@@ -1,4 +1,4 @@
-"""What the prefetcher takes of memory, and from whom."""
+"""Tests of how much memory the prefetcher uses, and of which pages it displaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.store import TierStore
 from tierstore.types import Hint, LeaseState, Tier
 
 
-def test_no_more_is_in_flight_than_is_allowed(bench: Bench, clock: Clock) -> None:
+def test_pages_in_flight_stay_within_max_in_flight(bench: Bench, clock: Clock) -> None:
     store = bench.store
     prefetcher = prefetcher_of(store, clock, max_in_flight=3 * NBYTES)
     keys = stored(store, "a", 8)
@@ -28,7 +28,9 @@ def test_no_more_is_in_flight_than_is_allowed(bench: Bench, clock: Clock) -> Non
     assert sum("arriving" in where(store, key).values() for key in keys) == 3
 
 
-def test_what_was_in_flight_for_a_withdrawn_hint_is_seen_to_end(bench: Bench, clock: Clock) -> None:
+def test_copies_in_flight_for_a_withdrawn_hint_are_watched_until_they_finish(
+    bench: Bench, clock: Clock
+) -> None:
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     need(store, "r", stored(store, "a", 4))
     bench.records.hold(UP)
@@ -42,7 +44,7 @@ def test_what_was_in_flight_for_a_withdrawn_hint_is_seen_to_end(bench: Bench, cl
     assert prefetcher.stats()["in_flight_pages"] == 0
 
 
-def test_no_more_of_host_memory_is_taken_than_its_share(store: TierStore, clock: Clock) -> None:
+def test_host_memory_used_stays_within_share_of_host(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock, share_of_host=0.125)
     keys = [key for name in "ab" for key in stored(store, name, 8)]
     taken = store.allocate(8)
@@ -53,7 +55,7 @@ def test_no_more_of_host_memory_is_taken_than_its_share(store: TierStore, clock:
     store.free(taken)
 
 
-def test_a_document_of_many_pages_goes_through_a_small_window_of_host_memory(
+def test_a_document_of_many_pages_is_loaded_through_a_small_window_of_host_memory(
     tmp_path: Path, clock: Clock
 ) -> None:
     bench = open_bench(tiers(hbm=12, host=4, nvme=tmp_path), SPEC)
@@ -75,10 +77,8 @@ def test_the_first_pages_of_a_large_document_push_out_none_of_its_others(
     with TierStore.open(tiers(hbm=600, host=1000), SPEC) as store:
         prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 560, Tier.HOST)
         others = stored(store, "others", 340, Tier.HOST)
-        for some in (
-            keys[300:],
-            others,
-        ):  # in this order: who looks for room finds the document's pages first
+        # in this order, so that the document's pages are the first in the eviction order
+        for some in (keys[300:], others):
             with store.acquire(some) as lease:
                 assert lease.wait(60.0) is LeaseState.READY
         need(store, "r", keys, 5.0)
@@ -88,7 +88,7 @@ def test_the_first_pages_of_a_large_document_push_out_none_of_its_others(
         assert set(store.match(keys).tiers) == {Tier.HBM}
 
 
-def test_a_sooner_request_takes_the_room_of_a_later_one(store: TierStore, clock: Clock) -> None:
+def test_earlier_request_displaces_pages_of_a_later_one(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock)
     later, sooner = stored(store, "later", 6, Tier.HOST), stored(store, "sooner", 6, Tier.HOST)
     need(store, "later", later, 50.0)
@@ -103,9 +103,7 @@ def test_a_sooner_request_takes_the_room_of_a_later_one(store: TierStore, clock:
         assert store.match(sooner).tiers == (Tier.HBM,) * 6
 
 
-def test_what_was_in_hbm_when_it_was_hinted_is_not_displaced_by_what_is_needed_later(
-    store: TierStore, clock: Clock
-) -> None:
+def test_hinted_pages_in_hbm_are_not_displaced_by_pages_needed_later(store: TierStore, clock: Clock) -> None:
     prefetcher = prefetcher_of(store, clock)
     sooner, later = stored(store, "sooner", 4, Tier.HOST), stored(store, "later", 8, Tier.HOST)
     read(store, sooner)
@@ -119,7 +117,7 @@ def test_what_was_in_hbm_when_it_was_hinted_is_not_displaced_by_what_is_needed_l
     assert store.match(later).tiers.count(Tier.HBM) == 4
 
 
-def test_what_waits_in_host_memory_when_it_is_hinted_is_not_displaced_by_what_is_needed_later(
+def test_hinted_pages_in_host_memory_are_not_displaced_by_pages_needed_later(
     tmp_path: Path, clock: Clock
 ) -> None:
     bench = open_bench(tiers(hbm=4, host=4, nvme=tmp_path), SPEC)
@@ -138,9 +136,7 @@ def test_what_waits_in_host_memory_when_it_is_hinted_is_not_displaced_by_what_is
     bench.close()
 
 
-def test_pages_that_a_lease_holds_already_take_no_room_from_the_request_that_shares_them(
-    store: TierStore, clock: Clock
-) -> None:
+def test_leased_pages_take_no_space_from_a_request_that_shares_them(store: TierStore, clock: Clock) -> None:
     prefetcher, keys = prefetcher_of(store, clock), stored(store, "a", 8, Tier.HOST)
     with store.acquire(keys[:5]) as lease:
         assert lease.wait(60.0) is LeaseState.READY
@@ -149,16 +145,16 @@ def test_pages_that_a_lease_holds_already_take_no_room_from_the_request_that_sha
         assert store.match(keys).tiers == (Tier.HBM,) * 8
 
 
-def test_no_room_is_counted_on_that_retained_pages_take(store: TierStore, clock: Clock) -> None:
+def test_space_of_retained_pages_is_not_planned_for(store: TierStore, clock: Clock) -> None:
     require_no_wait_for_what_stays(store, clock)
 
 
 @pytest.mark.deep
-def test_counting_on_the_room_of_pages_that_stay_is_noticed(
+def test_planning_with_the_space_of_staying_pages_is_detected(
     store: TierStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store displaces nothing that stays, so a state machine that looks at pages alone does not see this bug."""
-    bug = Bug("pages that stay take no room", "staying = tuple(self._store.staying())", "staying = ()")
+    """Plant a bug that the state machine misses, because the store itself never displaces staying pages."""
+    bug = Bug("staying pages take no space", "staying = tuple(self._store.staying())", "staying = ()")
     install(monkeypatch, prefetcher_module, bug)
     with pytest.raises(AssertionError, match="room that nobody will give"):
         require_no_wait_for_what_stays(store, clock)
@@ -176,7 +172,7 @@ def require_no_wait_for_what_stays(store: TierStore, clock: Clock) -> None:
     assert not prefetcher._loop._promotions, "it waits for room that nobody will give"
 
 
-def test_nothing_is_left_of_what_it_kept_once_it_is_closed(bench: Bench, clock: Clock) -> None:
+def test_closing_releases_all_pages_that_it_kept(bench: Bench, clock: Clock) -> None:
     store, prefetcher = bench.store, prefetcher_of(bench.store, clock)
     keys, others = stored(store, "a", 8, Tier.HOST), stored(store, "b", 8, Tier.HOST)
     need(store, "r", keys)

@@ -1,4 +1,4 @@
-"""The one queue by which pages are brought up ahead of need: what holds for every caller of it."""
+"""Tests of the queue through which pages are promoted ahead of need: the rules that hold for every caller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_budget_holds_over_any_number_of_advances(bench: Bench) -> None:
     assert store.match(keys[:6]).tiers == (Tier.HOST,) * 6
 
 
-def test_an_advance_starts_no_more_pages_than_it_may_but_covers_those_that_are_there(bench: Bench) -> None:
+def test_an_advance_starts_no_more_pages_than_allowed_but_covers_existing_ones(bench: Bench) -> None:
     store, keys = bench.store, stored(bench.store, "a", 8)
     queue = PromotionQueue(store, PIECE_PAGES)
     hint = hinted(store, "r", keys)
@@ -59,7 +59,7 @@ def test_an_advance_starts_no_more_pages_than_it_may_but_covers_those_that_are_t
     assert [key for each in found for key in each.covered] == keys[:7]
 
 
-def test_wants_go_in_their_order_and_equal_ones_as_they_came(bench: Bench) -> None:
+def test_wants_are_started_in_order_and_equal_ones_by_arrival(bench: Bench) -> None:
     store, queue = bench.store, PromotionQueue(bench.store, 2)
     keys = {name: stored(store, name, 1) for name in ("late", "first", "second", "soon")}
     orders = {"late": 2.0, "first": 1.0, "second": 1.0, "soon": 0.0}
@@ -74,7 +74,7 @@ def test_wants_go_in_their_order_and_equal_ones_as_they_came(bench: Bench) -> No
     assert started == ["soon", "first", "second", "late"]
 
 
-def test_a_page_that_is_gone_ends_its_want_and_keeps_no_other_waiting(bench: Bench) -> None:
+def test_an_evicted_page_ends_its_want_and_blocks_no_other(bench: Bench) -> None:
     store, queue = bench.store, PromotionQueue(bench.store, 8)
     first, second = stored(store, "first", 3), stored(store, "second", 2)
     hints = [hinted(store, "first", first), hinted(store, "second", second)]
@@ -89,7 +89,7 @@ def test_a_page_that_is_gone_ends_its_want_and_keeps_no_other_waiting(bench: Ben
 
 
 @pytest.mark.parametrize(("passes", "tiers"), [(0, (Tier.HOST,) * 2), (1, (Tier.HBM,) * 2)])
-def test_a_want_that_cannot_start_yet_is_passed_only_by_as_many_as_may(
+def test_blocked_want_is_overtaken_by_at_most_the_allowed_number(
     bench: Bench, passes: int, tiers: tuple[Tier, ...]
 ) -> None:
     store, queue = bench.store, PromotionQueue(bench.store, 8, passes=passes)
@@ -102,7 +102,7 @@ def test_a_want_that_cannot_start_yet_is_passed_only_by_as_many_as_may(
     assert store.match(below).tiers == (Tier.NVME,) * 2
 
 
-def test_what_makes_way_is_handed_to_the_store(store: TierStore) -> None:
+def test_hints_whose_pages_may_be_displaced_are_passed_to_the_store(store: TierStore) -> None:
     queue = PromotionQueue(store, 8)
     later, sooner = stored(store, "later", 8, Tier.HOST), stored(store, "sooner", 2, Tier.HOST)
     hints = [hinted(store, "sooner", sooner), hinted(store, "later", later)]
@@ -119,7 +119,7 @@ def test_what_makes_way_is_handed_to_the_store(store: TierStore) -> None:
     assert store.match(sooner).tiers == (Tier.HBM,) * 2
 
 
-def test_keeping_counts_no_page_that_has_left(store: TierStore) -> None:
+def test_evicted_pages_are_not_counted_as_kept(store: TierStore) -> None:
     queue = PromotionQueue(store, 8)
     there, hint = stored(store, "a", 2, Tier.HOST), hinted(store, "r", chain(3, "a"))
     assert list(queue.keep(hint, chain(3, "a"), Tier.HOST, ())) == there
@@ -131,10 +131,10 @@ BUGS = [
     Bug(
         "there is no budget", "            if room <= 0:\n                break\n", "            room = 32\n"
     ),
-    Bug("it never looks what has landed", "if self.most - self.in_flight < PIECE_PAGES:", "if False:"),
-    Bug("what is in flight is not counted", "self.in_flight = found.in_flight", "self.in_flight = 0"),
+    Bug("landed pages are never counted", "if self.most - self.in_flight < PIECE_PAGES:", "if False:"),
+    Bug("pages in flight are not counted", "self.in_flight = found.in_flight", "self.in_flight = 0"),
     Bug(
-        "what is over goes on",
+        "an ended want continues",
         "wants[:] = [want for want in wants if _mark(want.hint) != mark]",
         "pass",
     ),
@@ -142,7 +142,7 @@ BUGS = [
     Bug("wants have no order", "    return want.order\n", "    return ()\n"),
     Bug("any number may pass", "1 + self._passes)", "99)"),
     Bug("a call starts as much as it likes", "left -= len(found.keys)", "left -= 0"),
-    Bug("a gone page is waited for", "[:1]).num_pages:", "[:1]) is not None:"),
+    Bug("an evicted page is awaited", "[:1]).num_pages:", "[:1]) is not None:"),
     Bug(
         "a hint that ended is kept",
         "                self.over(want.hint)\n                at = 0\n",

@@ -1,4 +1,4 @@
-"""Where hints come from: a queue, a list of documents, sessions. What each says, when, and that it holds nothing."""
+"""Tests of the sources of hints: a queue of requests, a list of documents, and sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierstore.types import Hint, PageKey, Tier
 
 
 class Clock:
-    """Stands still unless it is told to go on."""
+    """A clock that stands still unless the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -47,23 +47,21 @@ def store(bench: Bench) -> TierStore:
 
 
 def told(store: TierStore) -> dict[str, float | None]:
-    """What was said since the last look: by name the seconds, None for an end."""
+    """Take the hints. Return the deadline of each in seconds, by request id, or None for a hint that was withdrawn."""
     return {hint.request_id: hint.deadline_s if hint.keys else None for hint in store.take_hints()}
 
 
 # -- a queue ------------------------------------------------------------------------------------------------------
 
 
-def test_requests_that_wait_are_expected_one_after_the_other(store: TierStore, clock: Clock) -> None:
+def test_queued_requests_are_expected_one_after_another(store: TierStore, clock: Clock) -> None:
     queue = Waiting(store, pace_s=2.0, clock=clock)
     for name in "abc":
         queue.add(name, chain(1, name))
     assert told(store) == {"queue a": 0.0, "queue b": 2.0, "queue c": 4.0}
 
 
-def test_a_request_that_starts_is_expected_no_more_and_the_others_move_up(
-    store: TierStore, clock: Clock
-) -> None:
+def test_started_request_is_no_longer_expected_and_the_others_move_up(store: TierStore, clock: Clock) -> None:
     queue = Waiting(store, pace_s=2.0, clock=clock)
     for name in "abc":
         queue.add(name, chain(1, name))
@@ -83,11 +81,11 @@ def test_the_pace_is_learnt_from_starts_of_requests_that_waited(store: TierStore
     queue.started("c")
     clock.now += 100.0
     queue.add("d", chain(1, "d"))
-    queue.started("d")  # it had not waited: the queue was empty
+    queue.started("d")  # it did not wait, because the queue was empty
     assert queue.pace_s == 1.5
 
 
-def test_nothing_is_said_again_while_the_times_are_about_right(store: TierStore, clock: Clock) -> None:
+def test_hints_are_not_repeated_while_their_deadlines_are_about_right(store: TierStore, clock: Clock) -> None:
     queue = Waiting(store, pace_s=10.0, clock=clock)
     for name in "ab":
         queue.add(name, chain(1, name))
@@ -97,7 +95,7 @@ def test_nothing_is_said_again_while_the_times_are_about_right(store: TierStore,
     assert told(store) == {"queue c": 20.0}
 
 
-def test_what_waits_longer_is_never_expected_sooner(store: TierStore, clock: Clock) -> None:
+def test_a_request_further_back_is_never_expected_sooner(store: TierStore, clock: Clock) -> None:
     queue = Waiting(store, pace_s=4.0, clock=clock)
     expected: dict[str, float] = {}
     for number in range(40):
@@ -114,7 +112,7 @@ def test_what_waits_longer_is_never_expected_sooner(store: TierStore, clock: Clo
         assert len(in_order) == len(queue)
 
 
-def test_only_the_first_of_a_long_queue_are_hinted_and_those_behind_follow(
+def test_only_the_first_requests_of_a_long_queue_have_hints_and_later_ones_follow(
     store: TierStore, clock: Clock
 ) -> None:
     queue = Waiting(store, most=2, clock=clock)
@@ -125,7 +123,7 @@ def test_only_the_first_of_a_long_queue_are_hinted_and_those_behind_follow(
     assert told(store)["queue c"] == 1.0
 
 
-def test_a_time_that_is_known_counts_and_those_behind_wait_for_it(store: TierStore, clock: Clock) -> None:
+def test_a_known_start_time_counts_and_later_requests_wait_for_it(store: TierStore, clock: Clock) -> None:
     queue = Waiting(store, pace_s=1.0, clock=clock)
     queue.add("a", chain(1, "a"), starts_in_s=7.0, priority=3)
     queue.add("b", chain(1, "b"))
@@ -133,7 +131,7 @@ def test_a_time_that_is_known_counts_and_those_behind_wait_for_it(store: TierSto
     assert [(h.deadline_s, h.priority) for h in hints] == [(7.0, 3), (7.0, 0)]
 
 
-def test_who_leaves_the_queue_ends_its_hint_and_closing_ends_all(bench: Bench, clock: Clock) -> None:
+def test_leaving_the_queue_ends_a_hint_and_closing_ends_all(bench: Bench, clock: Clock) -> None:
     with Waiting(bench.store, clock=clock) as queue:
         for name in "abc":
             queue.add(name, chain(1, name))
@@ -141,13 +139,13 @@ def test_who_leaves_the_queue_ends_its_hint_and_closing_ends_all(bench: Bench, c
         assert not bench.directory.hints._needed.keys() & {"queue b"}
         with pytest.raises(KeyError):
             queue.started("b")
-        with pytest.raises(ValueError, match="is waiting already"):
+        with pytest.raises(ValueError, match="is already waiting"):
             queue.add("a", chain(1))
     assert not bench.directory.hints._needed
     queue.close()
 
 
-def test_a_queue_over_a_store_without_a_prefetcher_or_closed_says_nothing_and_harms_nothing(
+def test_queue_works_over_a_store_without_a_prefetcher_and_a_closed_store(
     tmp_path: Path, clock: Clock
 ) -> None:
     bench = open_bench(tiers(hbm=4, host=None, nvme=tmp_path), SPEC)
@@ -156,7 +154,7 @@ def test_a_queue_over_a_store_without_a_prefetcher_or_closed_says_nothing_and_ha
     queue.add("b", ())
     bench.store.take_hints()
     queue.started("b")
-    assert set(told(bench.store)) == {"queue a"}  # heard as soon as somebody listens
+    assert set(told(bench.store)) == {"queue a"}  # the first take_hints made the store accept hints
     bench.close()
     queue.add("c", chain(1))
     queue.started("a")
@@ -166,7 +164,7 @@ def test_a_queue_over_a_store_without_a_prefetcher_or_closed_says_nothing_and_ha
 # -- a list of documents ------------------------------------------------------------------------------------------
 
 
-def test_a_window_of_documents_is_expected_beyond_the_one_in_hand(bench: Bench, clock: Clock) -> None:
+def test_window_of_documents_is_expected_beyond_the_current_one(bench: Bench, clock: Clock) -> None:
     hints, names = bench.directory.hints, list("abcde")
     documents = ahead(bench.store, names, lambda name: chain(2, name), window=2, clock=clock)
     seen = []
@@ -192,7 +190,7 @@ def test_documents_are_read_no_further_than_the_window(store: TierStore) -> None
     documents.close()  # type: ignore[attr-defined]
 
 
-def test_a_batch_that_is_given_up_expects_nothing_any_more(bench: Bench) -> None:
+def test_abandoned_batch_no_longer_expects_documents(bench: Bench) -> None:
     documents = ahead(bench.store, "abc", lambda name: chain(1, name), name="job 7")
     next(documents)
     assert set(bench.directory.hints._needed) == {"job 7 0", "job 7 1", "job 7 2"}
@@ -205,10 +203,8 @@ def test_a_window_below_one_is_refused(store: TierStore) -> None:
         ahead(store, "abc", lambda name: chain(1, name), window=0)
 
 
-def test_documents_are_in_hbm_when_their_turn_comes_though_no_two_fit_together(
-    store: TierStore, clock: Clock
-) -> None:
-    """HBM holds eight pages, each document has four."""
+def test_documents_are_in_hbm_at_their_turn_although_only_two_fit(store: TierStore, clock: Clock) -> None:
+    """HBM has 8 slots, and each document has 4 pages."""
     names = list("abcdef")
     for name in names:
         write(store, chain(4, name))
@@ -220,7 +216,7 @@ def test_documents_are_in_hbm_when_their_turn_comes_though_no_two_fit_together(
         found.append(store.match(chain(4, name)).tiers.count(Tier.HBM))
         with store.acquire(chain(4, name)) as lease:
             lease.wait(PATIENCE_S)
-        for _ in range(8):  # while the document is worked on
+        for _ in range(8):  # while the document is being processed
             loop.turn(0.0)
             assert store.drain(PATIENCE_S)
             clock.now += 0.1
@@ -232,7 +228,11 @@ def test_documents_are_in_hbm_when_their_turn_comes_though_no_two_fit_together(
 
 
 def turns(sessions: Sessions, clock: Clock, *pauses: float, keys: list[PageKey] | None = None) -> float:
-    """Turns of session "s", the first now, the others after these pauses; what the last one said to retain for."""
+    """Run turns of session "s": one now, and one after each of ``pauses`` (in seconds).
+
+    Returns:
+        The time in seconds for which the pages of the last turn are to be retained.
+    """
     sessions.began("s")
     found = sessions.ended("s", keys or chain(2), 600.0)
     for pause in pauses:
@@ -256,7 +256,7 @@ def test_a_next_turn_is_expected_after_three_pauses_at_their_median(store: TierS
     assert sessions.expected_s("s") == 20.0
 
 
-def test_a_turn_that_is_told_to_end_twice_counts_its_pause_from_the_last_time(
+def test_a_turn_reported_as_ended_twice_counts_its_pause_from_the_last_time(
     store: TierStore, clock: Clock
 ) -> None:
     sessions = Sessions(store, clock=clock)
@@ -270,20 +270,20 @@ def test_a_turn_that_is_told_to_end_twice_counts_its_pause_from_the_last_time(
     assert sessions.expected_s("s") == 7.0
 
 
-def test_a_turn_that_comes_after_the_time_to_retain_is_not_brought_up(store: TierStore, clock: Clock) -> None:
+def test_a_turn_expected_after_the_time_to_retain_is_not_hinted(store: TierStore, clock: Clock) -> None:
     sessions = Sessions(store, clock=clock)
     assert turns(sessions, clock, 700.0, 800.0, 900.0) == 600.0
     assert store.take_hints() == []
 
 
-def test_without_a_prefetcher_pages_are_retained_as_long_as_ever(tmp_path: Path, clock: Clock) -> None:
+def test_without_a_prefetcher_pages_are_retained_for_the_full_time(tmp_path: Path, clock: Clock) -> None:
     bench = open_bench(tiers(hbm=4, host=None), SPEC)
     assert turns(Sessions(bench.store, clock=clock), clock, 5.0, 5.0, 5.0) == 600.0
     bench.close()
     assert turns(Sessions(bench.store, clock=clock), clock, 5.0, 5.0, 5.0) == 600.0
 
 
-def test_a_session_that_is_forgotten_is_expected_no_more(bench: Bench, clock: Clock) -> None:
+def test_forgotten_session_is_no_longer_expected(bench: Bench, clock: Clock) -> None:
     sessions = Sessions(bench.store, clock=clock)
     turns(sessions, clock, 5.0, 5.0, 5.0)
     assert "next turn of s" in bench.directory.hints._needed

@@ -1,4 +1,4 @@
-"""What a plan must be, whatever the planner: said plainly, page by page, with no idea of how it was made."""
+"""Rules that every plan must follow, checked page by page and independently of how the planner works."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.support.pages import chain
 from tierstore.types import PageKey, Tier
 
 SEQUENCES = [chain(5, "a"), chain(4, "b"), [*chain(5, "a")[:2], *chain(2, "c")], chain(2, "d")]
-"""The third shares its first two pages with the first."""
+"""Keys of four sequences. The third shares its first two pages with the first."""
 
 
 def order(wants: Sequence[Want]) -> list[Want]:
-    """Who goes first."""
+    """Return the wants in the order in which they must be served."""
     return sorted(wants, key=lambda want: (want.deadline, -want.priority))
 
 
@@ -24,9 +24,10 @@ def spans(plan: Plan, src: Tier) -> list[Promotion]:
 
 
 def require_possible(plan: Plan, wants: Sequence[Want], machine: Machine, now: float) -> None:
-    """Edges carry one page at a time, nothing leaves before it is there, and no page is brought to a place twice.
+    """Assert that a plan can be executed.
 
-    For plans of single pages: ``PIECE_PAGES`` is 1.
+    Each edge carries one page at a time, no page is copied before it is in the source tier, and no page is copied
+    to the same tier twice. Each promotion must be of a single page, so ``PIECE_PAGES`` must be 1.
     """
     tiers = {key: tier for want in wants for key, tier in zip(want.keys, want.tiers, strict=False)}
     read = {p.keys[0]: p.ends for p in plan.promotions if (p.src, p.dst) == (Tier.NVME, Tier.HOST)}
@@ -48,7 +49,7 @@ def require_possible(plan: Plan, wants: Sequence[Want], machine: Machine, now: f
 
 
 def _require_places(plan: Plan, machine: Machine) -> None:
-    """Host memory never holds more pages on their way than it has places for."""
+    """Assert that the pages that pass through host memory never need more than ``host_pages`` slots at a time."""
     if machine.host_pages is None:
         assert all((p.src, p.dst) == (Tier.NVME, Tier.HBM) for p in plan.promotions if p.src == Tier.NVME)
         return
@@ -67,7 +68,10 @@ def covered(plan: Plan, want: Want) -> list[PageKey]:
 def require_room(
     plan: Plan, wants: Sequence[Want], machine: Machine, retained: Sequence[Retained] = ()
 ) -> None:
-    """The pages that wants get in HBM, and those retained until a want that gets more, fit; only these are loaded."""
+    """Assert that HBM has space for the pages of the wants, and that only these are loaded.
+
+    If a want loads further pages, pages that are retained until its deadline or an earlier time must fit, too.
+    """
     mine = {key for want in wants for key in covered(plan, want)}
     assert len(mine) <= max(0, machine.hbm_pages)
     assert {p.keys[0] for p in plan.promotions if p.dst == Tier.HBM} <= mine
@@ -91,7 +95,7 @@ def require_room(
 
 
 def done_with(want: Want, alone: Outcome, last_read: float, machine: Machine, now: float) -> float:
-    """When the prompt is done, were the first ``alone.load`` pages loaded and the others computed."""
+    """Return when the prompt is complete if its first ``alone.load`` pages are loaded and the others computed."""
     assert machine.compute is not None
     start = max(want.deadline, now)
     rest = machine.compute.seconds(alone.load, len(want.keys))

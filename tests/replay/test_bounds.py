@@ -1,4 +1,4 @@
-"""A cache that knows the future, and what is kept of it between runs."""
+"""Tests of the upper bound on hits, a cache that knows the future, and of the file that keeps bounds between runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.replay.traces import Request, Trace, read_traces
 from tierstore.types import PageKey
 
 
-def test_the_bound_keeps_what_comes_back_first_and_refuses_what_never_does() -> None:
+def test_the_bound_keeps_blocks_used_again_soonest_and_refuses_blocks_never_used_again() -> None:
     assert clairvoyant_hits(requests_of("ab", "cd", "ef", "ab"), 2) == [0, 0, 0, 2]
     assert clairvoyant_hits(requests_of("ab", "cd", "cd", "ab"), 2) == [0, 0, 2, 0]
     assert clairvoyant_hits(requests_of("ab", "ac", "ab"), 2) == [0, 1, 2]
@@ -23,7 +23,7 @@ def test_the_bound_keeps_what_comes_back_first_and_refuses_what_never_does() -> 
 
 
 def best_possible(requests: Sequence[Request], pages: int) -> int:
-    """The most hits of any way to keep prefix-closed sets, by trying all of them."""
+    """Return the maximum number of hits, by trying every choice of prefix-closed sets of pages to keep."""
     states = {frozenset[PageKey](): 0}
     for request in requests:
         following: dict[frozenset[PageKey], int] = {}
@@ -48,12 +48,12 @@ def best_possible(requests: Sequence[Request], pages: int) -> int:
     ],
 )
 @pytest.mark.parametrize("pages", [1, 2, 3])
-def test_on_small_trees_nobody_does_better_than_the_bound(words: tuple[str, ...], pages: int) -> None:
+def test_bound_equals_the_best_order_on_small_trees(words: tuple[str, ...], pages: int) -> None:
     requests = requests_of(*words)
     assert sum(clairvoyant_hits(requests, pages)) == best_possible(requests, pages)
 
 
-# -- kept between runs ------------------------------------------------------------------------------------------
+# -- bounds kept between runs -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def trace(tmp_path: Path) -> Trace:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Capacities for which a bound was computed."""
+    """Return the list that receives each capacity, in pages, for which a bound is computed."""
     seen: list[int] = []
 
     def counting(requests: Sequence[Request], pages: int) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_bound_is_computed_once_for_a_trace_and_a_capacity(
     assert computed == [14, 20]
 
 
-def test_the_name_of_a_trace_does_not_matter_but_all_else_does(
+def test_bounds_depend_on_the_trace_contents_but_not_its_name(
     tmp_path: Path, trace: Trace, computed: list[int]
 ) -> None:
     kept = Bounds(tmp_path / "kept")
@@ -120,7 +120,7 @@ def test_the_name_of_a_trace_does_not_matter_but_all_else_does(
     ],
     ids=["empty", "cut", "hits", "negative", "version", "pages", "deep", "list", "bytes"],
 )
-def test_a_file_that_is_damaged_counts_as_none_and_is_mended(
+def test_damaged_bounds_file_is_ignored_and_rewritten(
     tmp_path: Path, trace: Trace, computed: list[int], damage: Callable[[str], str]
 ) -> None:
     right = Bounds(tmp_path / "kept").rate(trace, 14)
@@ -134,9 +134,7 @@ def test_a_file_that_is_damaged_counts_as_none_and_is_mended(
     assert computed == [14, 14]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_time_only(
-    tmp_path: Path, trace: Trace, computed: list[int]
-) -> None:
+def test_unwritable_bounds_folder_only_costs_time(tmp_path: Path, trace: Trace, computed: list[int]) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", None):
         assert Bounds(folder).rate(trace, 14) > 0

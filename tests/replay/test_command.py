@@ -1,4 +1,4 @@
-"""``tierstore replay``: what it prints, and what it refuses before it begins."""
+"""Tests of ``tierstore replay``: its output, and the arguments that it rejects before it begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ runner = CliRunner()
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of the test's own: bounds are kept there."""
+    """Replace the home directory with a folder of the test, because the command keeps bounds there."""
     folder = tmp_path / "home"
     monkeypatch.setattr(Path, "home", lambda: folder)
     return folder
@@ -64,7 +64,7 @@ def test_the_command_takes_tiers_and_policies_from_a_configuration(tmp_path: Pat
     assert file.exists()
 
 
-def test_a_row_says_how_long_its_replay_took(tmp_path: Path) -> None:
+def test_row_shows_how_long_its_replay_took(tmp_path: Path) -> None:
     file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
     result = runner.invoke(app, ["replay", str(file), "--policy", "lru", "--json"])
     (found,) = json.loads(result.stdout.splitlines()[-1])["rows"]
@@ -73,7 +73,7 @@ def test_a_row_says_how_long_its_replay_took(tmp_path: Path) -> None:
     assert found["pages_per_second"] * found["seconds"] == pytest.approx(pages)
 
 
-def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: Path) -> None:
+def test_bounds_are_kept_in_the_cache_or_the_given_folder(tmp_path: Path, home: Path) -> None:
     file, elsewhere = mooncake(tmp_path / "chats.jsonl", chats(3, 5)), tmp_path / "elsewhere"
     for more in ([], ["--bounds", str(elsewhere)]):
         args = ["replay", str(file), "--policy", "lru", "--capacity", "1GiB", "--capacity", "2GiB", *more]
@@ -112,7 +112,9 @@ def test_bounds_are_kept_at_home_or_where_the_option_says(tmp_path: Path, home: 
         (["nix.jsonl"], "nix.jsonl: no such file, expected a .jsonl file of requests"),
     ],
 )
-def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path: Path, args: list[str], complaint: str) -> None:
+def test_a_trace_that_cannot_be_replayed_is_refused_in_one_line(
+    tmp_path: Path, args: list[str], complaint: str
+) -> None:
     file = mooncake(tmp_path / "t.jsonl", [(512, [1])])
     result = runner.invoke(app, ["replay", str(file), *args])
     assert result.exit_code == 2
@@ -122,9 +124,7 @@ def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path: Path, args: list[
 
 
 @pytest.mark.parametrize("terminal", [{}, {"TERM": "dumb", "FORCE_COLOR": "1"}])
-def test_a_table_of_numbers_is_whole_however_narrow_the_terminal(
-    tmp_path: Path, terminal: dict[str, str]
-) -> None:
+def test_table_is_not_cut_in_a_narrow_terminal(tmp_path: Path, terminal: dict[str, str]) -> None:
     file = mooncake(tmp_path / ("c" * 90 + ".jsonl"), chats(3, 5))
     result = runner.invoke(
         app, ["replay", str(file), "--policy", "adaptive"], env={"COLUMNS": "40", **terminal}
@@ -134,13 +134,13 @@ def test_a_table_of_numbers_is_whole_however_narrow_the_terminal(
     assert row.split()[:3] == ["c" * 90, "adaptive", "all"]
 
 
-def test_a_folder_without_traces_is_said_to_be_one(tmp_path: Path) -> None:
+def test_folder_without_traces_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = runner.invoke(app, ["replay", str(tmp_path / "empty")])
     assert (result.exit_code, "empty has no .json or .jsonl files" in result.output) == (2, True)
 
 
-def test_the_plot_has_a_line_a_policy_and_one_for_the_bound(tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, picture = mooncake(tmp_path / "t.jsonl", chats(2, 4)), tmp_path / "out.svg"
     args = ["replay", str(file), "--capacity", "1GiB", "--capacity", "2GiB", "--plot", str(picture)]
@@ -154,12 +154,12 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_is_replayed(tmp_pa
     file = mooncake(tmp_path / "t.jsonl", chats(2, 4))
     result = runner.invoke(app, ["replay", str(file), "--plot", str(tmp_path / "out.xyz")])
     assert result.exit_code == 2
-    assert "out.xyz ends in '.xyz', expected ." in result.output
+    assert "out.xyz must end in one of ." in result.output
     assert ".svg" in result.output
     assert not home.exists()
 
 
-def test_a_withdrawn_order_is_refused_with_its_successor(tmp_path: Path) -> None:
+def test_withdrawn_policy_is_refused_naming_its_successor(tmp_path: Path) -> None:
     file = mooncake(tmp_path / "chats.jsonl", chats(3, 5))
     result = runner.invoke(app, ["replay", str(file), "--policy", "slru"])
     assert result.exit_code != 0

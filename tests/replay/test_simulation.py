@@ -1,4 +1,4 @@
-"""Traces replayed through the very objects of a store: what is hit and what is written, with each order."""
+"""Tests of replays, which use the same objects as a store: hits and writes with each eviction policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.core.order_model import ORDERS
+from tests.support import lanes
 from tests.support.pages import SPEC, tiers
 from tests.support.traces import chat_trace, ignore, mooncake, setting
 from tierstore import build
@@ -29,7 +30,7 @@ runner = CliRunner()
 
 
 def plain_lru(trace: Trace, pages: int) -> int:
-    """Pages hit over the second half by an LRU list, tails older than heads."""
+    """Count the hits of a plain LRU list in the second half of a trace. A request uses its last page first."""
     kept: dict[PageKey, None] = {}
     total, half = 0, len(trace.requests) // 2
     for number, request in enumerate(trace.requests):
@@ -44,7 +45,7 @@ def plain_lru(trace: Trace, pages: int) -> int:
 
 
 @pytest.mark.parametrize("pages", [14, 20, 40, 200])
-def test_lru_hits_what_an_lru_list_hits(tmp_path: Path, pages: int) -> None:
+def test_lru_hits_equal_those_of_an_lru_list(tmp_path: Path, pages: int) -> None:
     trace = chat_trace(tmp_path)
     outcome = replay(trace, setting(pages), ignore)
     assert outcome.hit_tokens == 512 * plain_lru(trace, pages)
@@ -52,7 +53,7 @@ def test_lru_hits_what_an_lru_list_hits(tmp_path: Path, pages: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ORDERS)
-def test_no_order_beats_the_bound_and_all_are_one_where_everything_fits(tmp_path: Path, policy: str) -> None:
+def test_no_policy_beats_the_bound_and_all_reach_it_if_everything_fits(tmp_path: Path, policy: str) -> None:
     trace = chat_trace(tmp_path)
     for pages in (14, 20, 40):
         found = row(trace, setting(pages, policy), Bounds(), ignore)
@@ -63,7 +64,7 @@ def test_no_order_beats_the_bound_and_all_are_one_where_everything_fits(tmp_path
 
 @pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("admission", ["all", "second_hit", "cost"])
-def test_the_directory_is_sound_after_every_request(tmp_path: Path, policy: str, admission: str) -> None:
+def test_directory_is_consistent_after_every_request(tmp_path: Path, policy: str, admission: str) -> None:
     pages = {Tier.HBM: 14, Tier.HOST: 8, Tier.NVME: 20}
     simulated = Simulation(Setting(pages, dict.fromkeys(pages, policy), 1 << 20, 48.0, admission=admission))
     for request in chat_trace(tmp_path, 3, 5).requests:
@@ -91,13 +92,13 @@ def test_more_tiers_hit_more_and_second_hit_writes_less(tmp_path: Path) -> None:
     assert found["all"].moved["HOST,NVME"] == found["all"].nvme_written // ((1 << 20) + 4096) * (1 << 20)
 
 
-def test_a_request_that_hbm_cannot_hold_is_passed_over_and_counted(tmp_path: Path) -> None:
+def test_request_larger_than_hbm_is_skipped_and_counted(tmp_path: Path) -> None:
     outcome = replay(chat_trace(tmp_path, 1, 6), setting(9), ignore)
     assert outcome.too_long == 2
     assert outcome.hit_tokens > 0
 
 
-def test_the_simulator_runs_on_the_very_objects_that_a_store_runs_on(tmp_path: Path) -> None:
+def test_simulator_uses_the_same_classes_as_a_store(tmp_path: Path) -> None:
     more = {"policy": "adaptive"}
     config = tiers(
         4, 4, tmp_path / "disk", hbm_more=more, host_more=more, nvme_more={**more, "admission": "cost"}
@@ -116,14 +117,14 @@ def test_the_simulator_runs_on_the_very_objects_that_a_store_runs_on(tmp_path: P
     parts.mover.close(10.0)
 
 
-# -- orders that learn ------------------------------------------------------------------------------------------
+# -- adaptive eviction policies ---------------------------------------------------------------------------------
 
 
 def returning(tmp_path: Path) -> Trace:
-    """Chats whose turns come long after a plain LRU has forgotten them, among prompts that never come back."""
+    """Return a trace of chats and of prompts that occur once. A plain LRU evicts each chat before its next turn."""
     fresh = itertools.count(10_000)
     rows = []
-    for turn in range(1, 40):
+    for turn in range(1, lanes.examples(26, 40)):
         for chat in range(8):
             rows.append((512 * 6, [100 * chat + i for i in range(1, 7)]))
             rows += [(512 * 4, [next(fresh) for _ in range(4)]) for _ in range(6)]
@@ -132,7 +133,9 @@ def returning(tmp_path: Path) -> Trace:
 
 
 @pytest.mark.parametrize("policy", ["session", "adaptive"])
-def test_what_comes_back_late_is_kept_and_what_never_does_is_not(tmp_path: Path, policy: str) -> None:
+def test_pages_requested_again_late_are_kept_and_pages_never_requested_again_are_not(
+    tmp_path: Path, policy: str
+) -> None:
     trace = returning(tmp_path)
     lru, found = (replay(trace, setting(64, name), ignore).hit_rate for name in ("lru", policy))
     assert lru == 0
@@ -140,7 +143,7 @@ def test_what_comes_back_late_is_kept_and_what_never_does_is_not(tmp_path: Path,
 
 
 def test_adaptive_follows_lru_where_recency_is_the_better_signal(tmp_path: Path) -> None:
-    """Chats of a few quick turns, each gone for good after its last: the older a chat, the less it is worth."""
+    """Each chat has a few quick turns and is then never continued, so the longest idle pages are the best victims."""
     rows = []
     for start in range(0, 400, 2):
         for turn in range(1, 9):

@@ -1,4 +1,4 @@
-"""Traces as they are read, and what is said of files that are none."""
+"""Tests of reading traces, and of the errors for files that are not valid traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_sessions_of_a_folder_are_interleaved_and_share_nothing(tmp_path: Path) 
     assert len(a.keys) == 2
 
 
-def test_a_block_is_known_by_all_before_it(tmp_path: Path) -> None:
+def test_block_key_depends_on_all_blocks_before_it(tmp_path: Path) -> None:
     requests = [{"t": i, "in": 128, "hash_ids": [i, 9], "type": "n"} for i in (1, 2)]
     (tmp_path / "s.json").write_text(json.dumps({"block_size": 64, "requests": requests}))
     first, second = read_traces([tmp_path / "s.json"])[0].requests
@@ -56,7 +56,7 @@ SESSION = '{"block_size": 64, "requests": [{"t": 0, "in": 64, "hash_ids": [1]}, 
         (
             "t.jsonl",
             ONE + "\nnonsense\n",
-            "t.jsonl:3 is not JSON: Expecting value at column 1, 'nonsense'; expected an object",
+            "t.jsonl:3 is not valid JSON (Expecting value at column 1, near 'nonsense'), expected a JSON object",
         ),
         ("t.jsonl", ONE + "[1]\n", "t.jsonl:2 is [1], expected an object"),
         (
@@ -77,19 +77,19 @@ SESSION = '{"block_size": 64, "requests": [{"t": 0, "in": 64, "hash_ids": [1]}, 
         (
             "t.jsonl",
             '{"timestamp": 0, "input_length": 5, "hash_ids": [1, "a"]}\n',
-            "t.jsonl:1: hash_ids[1] is 'a', expected a whole number of 64 bits",
+            "t.jsonl:1: hash_ids[1] is 'a', expected a signed 64-bit whole number",
         ),
         (
             "t.jsonl",
             '{"timestamp": 0, "input_length": 1100, "hash_ids": [1]}\n',
-            "t.jsonl:1: hash_ids has 1 ids, expected one for each of 2 full blocks",
+            "t.jsonl:1: hash_ids has 1 IDs, expected at least 2, one for each full block",
         ),
         ("t.jsonl", "\n", "t.jsonl is empty, expected one request per line"),
         ("t.json", "[]", "t.json is [], expected an object"),
         (
             "t.json",
             '{"block_size": 64,\n "requests": ]}',
-            "t.json:2 is not JSON: Expecting value at column 14, ']}'; expected an object",
+            "t.json:2 is not valid JSON (Expecting value at column 14, near ']}'), expected a JSON object",
         ),
         (
             "t.json",
@@ -119,7 +119,7 @@ SESSION = '{"block_size": 64, "requests": [{"t": 0, "in": 64, "hash_ids": [1]}, 
         ("t.csv", "", "t.csv ends in '.csv', expected a .jsonl file of requests or .json files of sessions"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_place_what_is_there_and_what_is_allowed(
+def test_invalid_trace_is_refused_with_location_value_and_expectation(
     tmp_path: Path, name: str, text: str, complaint: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -151,6 +151,6 @@ def test_a_file_that_is_missing_or_a_folder_is_refused_by_name(tmp_path: Path) -
         read_traces([tmp_path / "folder.json"])
 
 
-def test_lines_end_where_a_file_says_so(tmp_path: Path) -> None:
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(ONE.replace("0,", '0, "note": "a\u2028b",').replace("\n", "\r\n") * 2)
     assert len(read_traces([tmp_path / "t.jsonl"])[0].requests) == 2

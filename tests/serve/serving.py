@@ -1,4 +1,4 @@
-"""A server of the small model in this process, over real HTTP."""
+"""Runs a server of the small model in this process. Tests use it over HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPLETION = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 6, "t
 
 @dataclass
 class Serving:
-    """What runs: ``http`` asks it, the rest is what it is made of."""
+    """A running server and its parts. ``http`` is a client of the server."""
 
     http: httpx.Client
     engine: Engine
@@ -48,7 +48,7 @@ def serving(
     chats: bool = True,
     **limits: int,
 ) -> Iterator[Serving]:
-    """A server on a free port, until the end of the block; nothing may leak."""
+    """Run a server on a free port until the end of the block. Then assert that it leaked nothing."""
     model = reader(chats=chats)
     with open_store(model.model, hbm=hbm, disk=disk) as store, socket.socket() as bound:
         engine = Engine(model, store, **limits)
@@ -71,7 +71,10 @@ def serving(
 
 
 def events(response: httpx.Response) -> list[tuple[str, Any]]:
-    """Of a stream of server-sent events: names ("" without one) and data, JSON where it is."""
+    """Return the names and data of a stream of server-sent events.
+
+    An event without a name has the name "". The data are parsed as JSON, except for "[DONE]".
+    """
     found = []
     for frame in response.text.split("\n\n")[:-1]:
         lines = dict(line.split(": ", 1) for line in frame.split("\n"))

@@ -1,4 +1,4 @@
-"""A small model whose answers are text: bytes are its tokens, and its chat template is one line."""
+"""A small model for tests of the server. Its tokens are bytes, and its chat template is one line."""
 
 # transformers leaves some of its functions untyped:
 # mypy: allow-untyped-calls
@@ -33,7 +33,7 @@ GREEDY = Sampling(temperature=0)
 
 @cache
 def tokenizer(*, chats: bool = True) -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for each special word."""
+    """Return a tokenizer with a token per byte and per special word. ``chats`` tells whether it has a chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,13 +46,16 @@ def tokenizer(*, chats: bool = True) -> PreTrainedTokenizerFast:
 
 
 def ids_of(text: str) -> list[int]:
-    """Its tokens, without any of its own."""
+    """Return the tokens of a text, without special tokens before or after it."""
     return [int(token) for token in tokenizer()(text, add_special_tokens=False)["input_ids"]]
 
 
 @cache
 def reader(*, chats: bool = True, ends: bool = False) -> Reader:
-    """``ends``: whether the model may end an answer by itself. Else it has as many tokens as are asked for."""
+    """Return the small model with its tokenizer.
+
+    ``ends`` tells whether the model can end an answer. If not, every answer has as many tokens as requested.
+    """
     found = Reader("tiny", tiny_llama(vocabulary=VOCABULARY), tokenizer(chats=chats))
     if not ends:
         found.tokenizer.eos_token = None
@@ -61,19 +64,19 @@ def reader(*, chats: bool = True, ends: bool = False) -> Reader:
 
 @dataclass
 class Standing:
-    """A model that stands still in the middle of an answer."""
+    """A model that stops in the middle of an answer, sets ``stands``, and continues once ``go_on`` is set."""
 
     stands: Flag = field(default_factory=Flag)
     go_on: Flag = field(default_factory=Flag)
 
     def wait(self) -> None:
-        """Wait until it stands still."""
+        """Wait until the model has stopped."""
         assert self.stands.wait(PATIENCE_S)
 
 
 @contextmanager
 def standing_at(forward: int, model: PreTrainedModel) -> Iterator[Standing]:
-    """Before this forward pass, counted from 0, the model stands still until ``go_on`` is set."""
+    """Make the model stop before this forward pass, counted from 0, until ``go_on`` is set."""
     passes, found = count(), Standing()
 
     def stand_still(*_: object) -> None:
@@ -91,7 +94,7 @@ def standing_at(forward: int, model: PreTrainedModel) -> Iterator[Standing]:
 
 @dataclass
 class Told:
-    """What an engine told of one request."""
+    """Collects what an engine reports about one request."""
 
     events: Queue[Event] = field(default_factory=Queue)
     reads: list[int] = field(default_factory=list)
@@ -99,18 +102,18 @@ class Told:
     end: Done | Failed | None = None
 
     def wait(self, timeout_s: float = PATIENCE_S) -> Done | Failed:
-        """How it ended."""
+        """Wait until the request has ended, and return how it ended."""
         while self.end is None:
             self._take(self.events.get(timeout=timeout_s))
         return self.end
 
     def first(self, timeout_s: float = PATIENCE_S) -> None:
-        """Until some of the answer is there."""
+        """Wait until the first text of the answer has arrived, or the request has ended."""
         while not self.text and self.end is None:
             self._take(self.events.get(timeout=timeout_s))
 
     def more(self) -> bool:
-        """Whether anything was told since."""
+        """Take the next event without waiting. Return whether there was one."""
         try:
             self._take(self.events.get_nowait())
         except Empty:
@@ -118,7 +121,7 @@ class Told:
         return True
 
     def done(self) -> Usage:
-        """Of a request that was answered."""
+        """Wait until the request has ended, assert that it was answered, and return its usage."""
         end = self.wait()
         assert isinstance(end, Done), end
         return end.usage
@@ -134,7 +137,7 @@ class Told:
 
 
 def ask(engine: Engine, prompt: list[int] | str, max_tokens: int = 8, **more: object) -> tuple[Ticket, Told]:
-    """Greedy, unless ``more`` says otherwise."""
+    """Submit a request, and collect what is reported about it. Sampling is greedy unless ``more`` overrides it."""
     ids = ids_of(prompt) if isinstance(prompt, str) else prompt
     told = Told()
     given: dict[str, object] = {"sampling": GREEDY, **more}

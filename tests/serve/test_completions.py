@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: shapes, streams, what is refused."""
+"""Tests of the OpenAI endpoints: shapes of responses, streams, and rejected requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_model_is_listed(server: Serving) -> None:
     assert error_of(server.http.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
 
-def test_a_completion_has_openais_shape(server: Serving) -> None:
+def test_completion_has_the_openai_format(server: Serving) -> None:
     found = complete(server).json()
     assert found["object"] == "text_completion"
     assert found["model"] == "tiny"
@@ -55,7 +55,7 @@ def test_a_completion_has_openais_shape(server: Serving) -> None:
     assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] + 6
 
 
-def test_a_chat_has_openais_shape(server: Serving) -> None:
+def test_chat_has_the_openai_format(server: Serving) -> None:
     found = chat(server).json()
     assert found["object"] == "chat.completion"
     assert found["id"].startswith("chatcmpl-")
@@ -72,7 +72,7 @@ def test_a_prompt_may_be_its_tokens(server: Serving) -> None:
     assert len(set(texts)) == 1
 
 
-def test_parts_of_text_are_one_content_and_a_developer_is_the_system(server: Serving) -> None:
+def test_text_parts_are_joined_and_developer_messages_are_system_messages(server: Serving) -> None:
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     plain = [{"role": "system", "content": "Be\nbrief."}, *CHAT["messages"]]  # type: ignore[misc]
     given = [{"role": "developer", "content": parts}, *CHAT["messages"]]  # type: ignore[misc]
@@ -81,7 +81,7 @@ def test_parts_of_text_are_one_content_and_a_developer_is_the_system(server: Ser
     assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
 
 
-def test_the_second_time_most_of_a_prompt_is_cached(server: Serving) -> None:
+def test_repeated_prompt_is_mostly_cached(server: Serving) -> None:
     prompt = f"Twice: {LONG}"
     first, second = (complete(server, prompt=prompt).json() for _ in range(2))
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -89,7 +89,7 @@ def test_the_second_time_most_of_a_prompt_is_cached(server: Serving) -> None:
     assert first["choices"] == second["choices"]
 
 
-def test_a_streamed_completion_is_the_whole_one_in_pieces(server: Serving) -> None:
+def test_streamed_completion_equals_the_whole_one(server: Serving) -> None:
     whole = complete(server).json()
     response = complete(server, stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -115,7 +115,7 @@ def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_usage_if_asked(s
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
-def test_a_seed_decides_and_a_stop_string_ends(server: Serving) -> None:
+def test_seed_fixes_the_answer_and_a_stop_string_ends_it(server: Serving) -> None:
     more = {"temperature": 1.5, "max_tokens": 24}
     one, again, other = (complete(server, seed=s, **more).json()["choices"][0] for s in (1, 1, 2))
     assert one["text"] == again["text"] != other["text"]
@@ -125,7 +125,7 @@ def test_a_seed_decides_and_a_stop_string_ends(server: Serving) -> None:
     assert cut["finish_reason"] == "stop"
 
 
-def test_top_k_of_one_is_the_likeliest(server: Serving) -> None:
+def test_top_k_of_one_is_greedy(server: Serving) -> None:
     greedy = complete(server).json()["choices"]
     assert complete(server, temperature=2, top_k=1).json()["choices"] == greedy
     assert complete(server, temperature=2, top_p=0).json()["choices"] == greedy
@@ -160,7 +160,7 @@ def test_top_k_of_one_is_the_likeliest(server: Serving) -> None:
         ("stream_options", {"include_usage": True}),
     ],
 )
-def test_what_a_completion_has_no_effect_for_is_refused_by_name(
+def test_completion_fields_without_an_effect_are_refused_by_name(
     server: Serving, field: str, value: object
 ) -> None:
     error = error_of(complete(server, **{field: value}))
@@ -190,13 +190,15 @@ def test_what_a_completion_has_no_effect_for_is_refused_by_name(
         ("nonsense", 1),
     ],
 )
-def test_what_a_chat_has_no_effect_for_is_refused_by_name(server: Serving, field: str, value: object) -> None:
+def test_chat_fields_without_an_effect_are_refused_by_name(
+    server: Serving, field: str, value: object
+) -> None:
     error = error_of(chat(server, **{field: value}))
     assert str(error["param"]).split(".")[0] == field
     assert field in error["message"]
 
 
-def test_what_asks_for_nothing_passes(server: Serving) -> None:
+def test_fields_that_request_nothing_are_accepted(server: Serving) -> None:
     nothing = {
         "n": 1,
         "tools": [],
@@ -224,7 +226,7 @@ def test_what_asks_for_nothing_passes(server: Serving) -> None:
     assert complete(server, **empty).status_code == 200
 
 
-def test_both_limits_of_a_chat_are_one(server: Serving) -> None:
+def test_max_tokens_and_max_completion_tokens_are_one_limit(server: Serving) -> None:
     found = server.http.post(
         "/v1/chat/completions",
         json={"model": "tiny", "messages": CHAT["messages"], "max_completion_tokens": 3},
@@ -233,7 +235,7 @@ def test_both_limits_of_a_chat_are_one(server: Serving) -> None:
     assert error_of(chat(server, max_completion_tokens=3))["param"] == "max_tokens"
 
 
-def test_without_a_number_a_completion_has_16_tokens_and_a_chat_what_there_is_room_for(
+def test_without_max_tokens_a_completion_has_16_tokens_and_a_chat_as_many_as_fit(
     server: Serving,
 ) -> None:
     found = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "temperature": 0})
@@ -242,7 +244,7 @@ def test_without_a_number_a_completion_has_16_tokens_and_a_chat_what_there_is_ro
     assert found.json()["usage"]["total_tokens"] == server.engine.max_tokens
 
 
-def test_what_can_never_be_served_says_the_sizes(server: Serving) -> None:
+def test_a_prompt_that_can_never_be_served_is_refused_with_the_sizes(server: Serving) -> None:
     error = error_of(complete(server, max_tokens=10**6))
     assert str(server.engine.max_tokens) in error["message"]
     assert "got 1000000" in error_of(complete(server, prompt=[10**6]))["message"]
@@ -271,14 +273,17 @@ def test_a_body_that_cannot_be_read_is_refused(server: Serving, body: bytes, kin
     error_of(server.http.post("/v1/completions", content=body, headers={"Content-Type": kind}))
 
 
-def test_what_any_web_page_may_send_is_refused(server: Serving) -> None:
-    """JSON that does not say what it is: a browser sends it to any host without asking it first."""
+def test_requests_that_any_web_page_may_send_are_refused(server: Serving) -> None:
+    """Check that requests without a JSON content type are refused.
+
+    Browsers let any web page send such a request to any host, without a preflight request.
+    """
     request = server.http.build_request("POST", "/v1/completions", content=json.dumps(COMPLETION))
     request.headers.pop("Content-Type", None)
     error_of(server.http.send(request))
 
 
-def test_what_is_not_there_and_what_is_not_allowed_have_openais_shape(server: Serving) -> None:
+def test_missing_paths_and_methods_return_openai_errors(server: Serving) -> None:
     error_of(server.http.get("/v1/nothing"), 404)
     error_of(server.http.get("/v1/completions"), 405)
 
@@ -289,7 +294,7 @@ def test_an_error_never_repeats_the_prompt(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 100_000, "a\nb"])
-def test_a_name_of_any_kind_is_refused_and_shown_in_part(server: Serving, name: str) -> None:
+def test_strange_names_are_refused_and_shown_shortened(server: Serving, name: str) -> None:
     given = json.dumps(COMPLETION | {"model": name}), json.dumps(COMPLETION | {name: 1})
     for body, status in zip(given, (404, 400), strict=True):
         response = server.http.post(

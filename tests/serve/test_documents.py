@@ -1,4 +1,4 @@
-"""Documents over HTTP: read once, asked often, deleted; and what is left of them after a restart."""
+"""Tests of documents over HTTP: they are read once, asked about, deleted, and kept across a restart."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def server() -> Iterator[Serving]:
 
 
 def add(server: Serving, text: str = TEXT, name: str = "ship") -> dict[str, Any]:
-    """Wait until it is read."""
+    """Add a document, and wait until it has been read."""
     response = server.http.post("/v1/documents", json={"name": name, "text": text})
     assert response.status_code == 202, response.text
     return wait(server, response.json()["id"])
 
 
-def wait(server: Serving, id: str) -> dict[str, Any]:  # noqa: A002 - what it is called
+def wait(server: Serving, id: str) -> dict[str, Any]:  # noqa: A002 - as the API calls it
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         found: dict[str, Any] = server.http.get(f"/v1/documents/{id}").json()
@@ -67,7 +67,7 @@ def test_a_document_is_read_into_the_store_and_then_answers_from_it(server: Serv
     assert 0 <= usage["waited_s"] <= usage["ttft_s"] <= usage["total_s"]
 
 
-def test_a_streamed_answer_is_the_whole_one_in_pieces(server: Serving) -> None:
+def test_streamed_answer_equals_the_whole_one(server: Serving) -> None:
     id = add(server)["id"]  # noqa: A001
     whole = ask(server, id).json()
     *pieces, (last, end) = events(ask(server, id, stream=True))
@@ -78,7 +78,7 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(server: Serving) -> None:
     assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
-def test_asked_at_once_a_document_is_read_first_and_computed_once() -> None:
+def test_question_sent_at_once_reuses_its_document_which_is_computed_once() -> None:
     text = f"At once: {TEXT}"
     with serving(chunk=4) as server:
         id = server.http.post("/v1/documents", json={"name": "now", "text": text}).json()["id"]  # noqa: A001
@@ -94,7 +94,7 @@ def test_the_same_text_twice_is_the_same_document(server: Serving) -> None:
     assert listed.count(first["id"]) == 1
 
 
-def test_a_deleted_document_is_gone_but_for_what_another_one_begins_with(server: Serving) -> None:
+def test_deletion_keeps_only_pages_shared_with_another_document(server: Serving) -> None:
     one, other = add(server, TEXT + OTHER, "both"), add(server, TEXT, "one")
     keys = server.store.keys(reader().about(TEXT + OTHER))
     kept = set(server.store.keys(reader().about(TEXT))).intersection(keys)
@@ -129,11 +129,11 @@ def test_a_document_deleted_while_it_is_read_leaves_no_page() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages > 0
-            go_on.set()  # the pages of this pass are put after the text has gone
+            go_on.set()  # the pages of this pass are put after the text was deleted
             thread.join(PATIENCE_S)
         finally:
             hook.remove()
-        assert next(passes) < len(TEXT) // 16  # it was read no further
+        assert next(passes) < len(TEXT) // 16  # reading stopped early
         server.engine.close()
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
 
@@ -158,7 +158,7 @@ def test_a_deletion_that_the_disk_can_only_note_is_durable(tmp_path: Path) -> No
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
 
 
-def test_a_deletion_that_is_not_durable_is_refused_and_can_be_asked_for_again(tmp_path: Path) -> None:
+def test_deletion_that_is_not_durable_is_refused_and_can_be_retried(tmp_path: Path) -> None:
     folder = tmp_path / "documents"
     with serving(disk=tmp_path / "disk", documents=folder) as server:
         document = add(server)
@@ -181,11 +181,11 @@ def test_a_deletion_that_is_not_durable_is_refused_and_can_be_asked_for_again(tm
 
 
 def _refused(server: Serving, home: Path, name: str) -> AbstractContextManager[None]:
-    """A file of the store's directory takes no writes."""
+    """Within the block, make a file in the store's directory reject writes."""
     return data_file_is_read_only(home, str(server.store.stats()["fingerprint"]), name=name)
 
 
-def test_what_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None:
+def test_a_document_that_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None:
     before = server.http.get("/v1/documents").json()
     response = server.http.post("/v1/documents", json={"name": "long", "text": "x" * 5000})
     assert response.status_code == 400
@@ -196,13 +196,13 @@ def test_what_can_never_be_read_is_refused_and_not_kept(server: Serving) -> None
 @pytest.mark.parametrize(
     ("field", "value"), [("name", ""), ("name", "x" * 201), ("text", ""), ("text", 1), ("tags", [])]
 )
-def test_what_is_no_document_is_refused_by_name(server: Serving, field: str, value: object) -> None:
+def test_invalid_documents_are_refused_by_name(server: Serving, field: str, value: object) -> None:
     response = server.http.post("/v1/documents", json={"name": "a", "text": "b"} | {field: value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
 
 
-def test_what_is_no_question_is_refused_by_name(server: Serving) -> None:
+def test_invalid_questions_are_refused_by_name(server: Serving) -> None:
     id = add(server)["id"]  # noqa: A001
     for more in ({"question": ""}, {"max_tokens": 0}, {"model": "tiny"}, {"temperature": 3}):
         response = ask(server, id, **more)
@@ -220,15 +220,15 @@ def test_texts_survive_a_restart_and_names_too(tmp_path: Path) -> None:
         found = server.http.get(f"/v1/documents/{before['id']}").json()
         assert found["name"] == "ship"
         assert found["tokens"] == before["tokens"]
-        assert found["state"] == "waiting"  # memory does not survive: nobody has read it in this process
+        assert found["state"] == "waiting"  # its pages were lost with the memory of the first server
         assert ask(server, before["id"]).status_code == 200
         (listed,) = server.http.get("/v1/documents").json()["data"]
-        assert listed["state"] == "ready"  # the question had it read
+        assert listed["state"] == "ready"  # the question made the server read it
         server.http.delete(f"/v1/documents/{before['id']}")
     assert list((tmp_path / "texts").iterdir()) == []
 
 
-def test_after_a_restart_the_same_text_again_has_it_read(tmp_path: Path) -> None:
+def test_same_text_after_a_restart_is_read_again(tmp_path: Path) -> None:
     for _ in range(2):
         with serving(documents=tmp_path) as server:
             found = add(server)
@@ -237,7 +237,7 @@ def test_after_a_restart_the_same_text_again_has_it_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["text", "name", "half", "foreign", "renamed"])
-def test_a_damaged_text_is_left_out_and_named(
+def test_damaged_text_is_skipped_and_named(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = Library(tmp_path)
@@ -258,18 +258,18 @@ def test_a_damaged_text_is_left_out_and_named(
             file.rename(tmp_path / "0.json")
     assert [each.name for each in Library(tmp_path).all("")] == ["light"]
     (line,) = caplog.messages
-    assert "ignoring it" in line
+    assert "ignoring a file" in line
     assert "dawn" not in line
 
 
-def test_what_a_write_left_unfinished_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_an_unfinished_write_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{Document('', 'a', 'b').id}.part").write_text("{")
     assert Library(tmp_path).all() == []
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["film.part", "ab.part", "notes.json", "a.txt"])
-def test_what_is_no_document_of_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_files_of_other_programs_are_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{")
     library = Library(tmp_path)
     library.add(Document("", "a", "b"))
@@ -287,7 +287,7 @@ def test_a_document_that_cannot_be_kept_is_not_read(tmp_path: Path) -> None:
         assert server.store.match(server.store.keys(reader().about(TEXT))).num_pages == 0
 
 
-def test_an_answer_whose_length_nobody_gave_is_as_long_as_there_is_room_for() -> None:
+def test_an_answer_without_a_given_length_may_fill_the_remaining_space() -> None:
     with serving(hbm=32) as server:
         most = server.engine.max_tokens
         document = add(server, "A day at sea. " * 14)

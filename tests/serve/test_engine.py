@@ -1,4 +1,4 @@
-"""The engine: answers are those of transformers, requests in turn, and none hinders another for long."""
+"""Tests of the engine: its answers equal those of transformers, and requests take turns without long delays."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierstore.types import PageKey, Tier
 LONG = "A page that leaves is found again below, and comes back before anybody waits for it."
 OTHER = "Something else altogether, that has nothing in common with the first."
 MIDDLE = 60
-"""A forward pass of the model when a long answer to ``LONG`` has begun, and is far from its end."""
+"""A forward pass in the middle of a long answer to ``LONG``, counted from 0."""
 
 
 @contextmanager
@@ -53,12 +53,12 @@ def counted(found: Engine, name: str) -> float:
     return float(line.split()[-1])
 
 
-def test_an_answer_is_that_of_transformers() -> None:
+def test_answer_equals_transformers() -> None:
     with engine() as (found, _):
         _, told = ask(found, LONG, 12)
         usage = told.done()
     want = text_of(ids_of(LONG), 12)
-    # Bytes that never become a character are a question mark there.
+    # transformers decodes bytes that never become a character as a replacement character.
     assert told.text == want.removesuffix("\ufffd") or told.text == want
     assert isinstance(told.end, Done)
     assert told.end.reason == "length"
@@ -66,7 +66,7 @@ def test_an_answer_is_that_of_transformers() -> None:
     assert 0 <= usage.waited_s <= usage.ttft_s <= usage.total_s
 
 
-def test_a_prompt_that_begins_alike_reuses_what_is_stored() -> None:
+def test_prompt_with_a_stored_prefix_reuses_it() -> None:
     with engine() as (found, _):
         ask(found, LONG)[1].done()
         _, told = ask(found, LONG + " More.")
@@ -78,7 +78,7 @@ def test_a_prompt_that_begins_alike_reuses_what_is_stored() -> None:
     assert told.reads[-1] == usage.prompt_tokens
 
 
-def test_the_end_token_ends_an_answer_and_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_token_ends_an_answer_and_is_not_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     (first, second) = plain(reader().model, ids_of(LONG), max_new_tokens=2)
     assert first != second
     monkeypatch.setattr(reader().model.generation_config, "eos_token_id", [second])
@@ -100,7 +100,7 @@ def test_a_stop_string_ends_an_answer() -> None:
     assert (told.text, told.end.reason) == (whole.text[: whole.text.find(stop)], "stop")
 
 
-def test_no_tokens_asked_for_reads_the_prompt_into_the_store() -> None:
+def test_request_for_zero_tokens_reads_the_prompt_into_the_store() -> None:
     with engine() as (found, store):
         _, told = ask(found, LONG, 0)
         usage = told.done()
@@ -110,7 +110,7 @@ def test_no_tokens_asked_for_reads_the_prompt_into_the_store() -> None:
     assert told.reads == [*range(0, usage.prompt_tokens, 16), usage.prompt_tokens]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
+def test_seed_gives_the_same_tokens_regardless_of_other_requests() -> None:
     chance = Sampling(temperature=1.3, top_p=0.9, top_k=50, seed=5)
     with engine() as (found, _):
         texts = []
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     assert texts[0] == texts[1] != other.text
 
 
-def test_an_answer_that_is_hardly_warm_is_the_likeliest() -> None:
+def test_answer_with_tiny_temperature_is_greedy() -> None:
     with engine() as (found, _):
         _, likeliest = ask(found, LONG, 20)
         _, told = ask(found, LONG, 20, sampling=Sampling(temperature=1e-42, top_p=0.5))
@@ -141,7 +141,7 @@ def test_a_salt_keeps_tenants_apart() -> None:
         assert ask(found, LONG, salt=b"a")[1].done().reused_tokens > 0
 
 
-def test_answers_go_on_while_a_long_prompt_is_read() -> None:
+def test_answers_continue_while_a_long_prompt_is_read() -> None:
     with engine(hbm=128, chunk=8) as (found, _):
         _, short = ask(found, LONG, 60)
         short.first()
@@ -149,23 +149,23 @@ def test_answers_go_on_while_a_long_prompt_is_read() -> None:
         long.done()
         while short.more():
             pass
-        # 45 chunks of 8 tokens were read meanwhile, and a token came after each.
+        # Meanwhile 45 chunks of 8 tokens were read, and a token was sent after each chunk.
         assert len(short.text) > 20
         short.done()
 
 
 class Order:
-    """In which order requests begin and end, as the engine's thread tells of them."""
+    """Records the order in which requests begin and end, as reported by the engine's thread."""
 
     def __init__(self, found: Engine) -> None:
         self.engine = found
         self.began: list[str] = []
         self.ended: list[str] = []
         self.most = 0
-        """The most that were under way at once."""
+        """The maximum number of requests that ran at the same time."""
 
     def ask(self, name: str, prompt: str, count: int) -> Told:
-        """Greedy."""
+        """Submit a request with greedy sampling, and record under ``name`` when it begins and ends."""
         told = Told()
 
         def tell(event: Event) -> None:
@@ -180,7 +180,7 @@ class Order:
         return told
 
 
-def test_as_many_as_may_run_at_once_and_the_others_wait_their_turn() -> None:
+def test_max_active_requests_run_and_the_others_wait_in_order() -> None:
     with engine(hbm=40, max_active=2) as (found, _):
         order, (go, first) = Order(found), held(found)
         first.events.get(timeout=PATIENCE_S)
@@ -192,7 +192,7 @@ def test_as_many_as_may_run_at_once_and_the_others_wait_their_turn() -> None:
     assert order.most == 2
 
 
-def test_one_that_needs_all_of_hbm_gets_it_though_smaller_ones_come() -> None:
+def test_a_request_that_needs_all_of_hbm_is_not_overtaken_by_smaller_ones() -> None:
     with engine(hbm=32, max_active=8) as (found, _):
         order, (go, first) = Order(found), held(found)
         first.events.get(timeout=PATIENCE_S)
@@ -209,13 +209,19 @@ def test_one_that_needs_all_of_hbm_gets_it_though_smaller_ones_come() -> None:
 @pytest.mark.parametrize(
     ("prompt", "count", "why"),
     [
-        ([], 4, "no tokens"),
+        ([], 4, "at least one token"),
         ([1, 2, 999], 4, "token must be 0 to 259, got 999"),
         ([-1], 4, "got -1"),
-        ([1] * 500, 13, "at most 248 tokens fit .*the model reads 512, HBM holds 32 pages of 8"),
+        (
+            [1] * 500,
+            13,
+            "at most 248 tokens fit .*the model reads 512 tokens, HBM holds 32 pages of 8 tokens",
+        ),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_the_sizes(prompt: list[int], count: int, why: str) -> None:
+def test_a_request_that_can_never_be_served_is_refused_with_the_sizes(
+    prompt: list[int], count: int, why: str
+) -> None:
     with engine(hbm=32) as (found, _):
         with pytest.raises(RefusedError, match=why):
             ask(found, prompt, count)
@@ -230,7 +236,7 @@ def test_a_prompt_and_answer_that_fill_hbm_are_served() -> None:
 
 
 def held(found: Engine) -> tuple[Flag, Told]:
-    """A request that holds up the engine's thread until the flag is set."""
+    """Submit a request whose first event blocks the engine's thread until the returned flag is set."""
     go, told = Flag(), Told()
 
     def tell(event: Event) -> None:
@@ -241,12 +247,12 @@ def held(found: Engine) -> tuple[Flag, Told]:
     return go, told
 
 
-def test_too_many_that_wait_are_refused_for_now() -> None:
+def test_requests_beyond_max_waiting_are_refused() -> None:
     with engine(max_waiting=2) as (found, _):
         go, told = held(found)
         told.events.get(timeout=PATIENCE_S)
         waiting = [ask(found, LONG)[1] for _ in range(2)]
-        with pytest.raises(BusyError, match="2 requests are waiting already, the limit is 2"):
+        with pytest.raises(BusyError, match="2 requests are already waiting; the limit is 2"):
             ask(found, LONG)
         go.set()
         for each in waiting:
@@ -254,7 +260,7 @@ def test_too_many_that_wait_are_refused_for_now() -> None:
         ask(found, LONG)[1].done()
 
 
-def test_one_that_is_cancelled_while_it_waits_is_never_computed() -> None:
+def test_request_cancelled_while_waiting_is_never_computed() -> None:
     with engine() as (found, store):
         go, told = held(found)
         told.events.get(timeout=PATIENCE_S)
@@ -267,7 +273,7 @@ def test_one_that_is_cancelled_while_it_waits_is_never_computed() -> None:
         assert counted(found, 'tierstore_serve_requests_total{outcome="cancelled"}') == 1
 
 
-def test_one_that_is_cancelled_under_way_gives_its_room_back() -> None:
+def test_a_request_cancelled_while_running_frees_its_space() -> None:
     with engine(hbm=32) as (found, _), standing_at(MIDDLE, reader().model) as model:
         ticket, told = ask(found, LONG, 160)
         told.first()
@@ -275,7 +281,7 @@ def test_one_that_is_cancelled_under_way_gives_its_room_back() -> None:
         ticket.cancel()
         ticket.cancel()
         model.go_on.set()
-        # It held all of HBM.
+        # The cancelled request had all of HBM, so this request needs its pages.
         ask(found, OTHER * 2, 100)[1].done()
         assert told.end is None
         while told.more():
@@ -283,7 +289,7 @@ def test_one_that_is_cancelled_under_way_gives_its_room_back() -> None:
         assert told.end is None, "it was told of its end after it was cancelled"
 
 
-def test_what_goes_wrong_with_one_request_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_request_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as (found, _):
 
         def fail(module: object, args: object, kwargs: dict[str, object]) -> None:
@@ -297,7 +303,7 @@ def test_what_goes_wrong_with_one_request_ends_no_other(monkeypatch: pytest.Monk
         assert counted(found, 'tierstore_serve_requests_total{outcome="failed"}') == 1
 
 
-def test_closing_tells_what_is_under_way_and_what_waits() -> None:
+def test_closing_fails_running_and_waiting_requests() -> None:
     with engine(hbm=32, max_active=1) as (found, _), standing_at(MIDDLE, reader().model) as model:
         _, active = ask(found, LONG, 160)
         active.first()
@@ -315,7 +321,7 @@ def test_closing_tells_what_is_under_way_and_what_waits() -> None:
         found.close()
 
 
-def test_a_store_that_is_closed_first_ends_the_engine_and_nothing_hangs() -> None:
+def test_closing_the_store_first_ends_the_engine() -> None:
     model = reader().model
     specs = page_specs(model, PAGE)
     config = load_config({"hbm": {"capacity": 32 * specs[0].page_nbytes, "device": str(model.device)}})
@@ -336,7 +342,7 @@ def test_a_store_that_is_closed_first_ends_the_engine_and_nothing_hangs() -> Non
 
 
 def on_disk(found: Engine, store: TierStore, prompt: str) -> list[PageKey]:
-    """The prompt's pages, on disk and nowhere above."""
+    """Read a prompt, and move its pages to disk, out of all other tiers. Return their keys."""
     ask(found, prompt, 0)[1].done()
     keys = store.keys(ids_of(prompt))
     assert store.demote(keys, Tier.NVME)
@@ -345,7 +351,7 @@ def on_disk(found: Engine, store: TierStore, prompt: str) -> list[PageKey]:
     return keys
 
 
-def test_a_prompt_on_disk_is_reused_and_says_where_it_was(tmp_path: Path) -> None:
+def test_prompt_on_disk_is_reused_and_its_tier_reported(tmp_path: Path) -> None:
     with engine(host=64, disk=tmp_path) as (found, store):
         keys = on_disk(found, store, LONG)
         _, told = ask(found, LONG + "!")
@@ -354,7 +360,9 @@ def test_a_prompt_on_disk_is_reused_and_says_where_it_was(tmp_path: Path) -> Non
     assert told.text.rstrip("\ufffd") == text_of(ids_of(LONG + "!"), 8).rstrip("\ufffd")
 
 
-def test_one_that_waits_for_the_disk_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_waiting_for_the_disk_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine(host=64, disk=tmp_path) as (found, store):
         on_disk(found, store, LONG)
         hold_clock(disk_of(store))
@@ -369,7 +377,7 @@ def test_one_that_waits_for_the_disk_stops_no_other(tmp_path: Path, monkeypatch:
         assert waits.done().reused["NVME"] > 0
 
 
-def test_one_that_is_cancelled_while_its_pages_come_gives_them_back(
+def test_a_request_cancelled_while_its_pages_are_loaded_releases_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(host=64, disk=tmp_path, max_active=1) as (found, store):
@@ -397,7 +405,7 @@ def test_pages_that_cannot_be_read_are_computed(tmp_path: Path, monkeypatch: pyt
     assert told.text.rstrip("\ufffd") == text_of(ids_of(LONG + "!"), 8).rstrip("\ufffd")
 
 
-def test_pages_of_a_request_that_waits_come_up_by_hints(tmp_path: Path) -> None:
+def test_hints_promote_the_pages_of_a_waiting_request(tmp_path: Path) -> None:
     with engine(host=64, disk=tmp_path, max_active=1) as (found, store), Prefetcher.attach(store):
         keys = on_disk(found, store, LONG)
         words, begun, first = Semaphore(0), Flag(), Told()
@@ -411,7 +419,7 @@ def test_pages_of_a_request_that_waits_come_up_by_hints(tmp_path: Path) -> None:
         found.submit(Ask(prompt=tuple(ids_of(OTHER)), max_tokens=30, sampling=GREEDY), tell)
         assert begun.wait(PATIENCE_S)
         _, told = ask(found, LONG + "!", 4)
-        words.release()  # with the next one the engine has seen who waits
+        words.release()  # once the next token is computed, the engine has seen the waiting request
         wait_for(lambda: Tier.NVME not in store.match(keys).tiers)
         words.release(30)
         first.done()

@@ -1,4 +1,4 @@
-"""What is said of a request that is refused: the field as its sender knows it, and what is allowed."""
+"""Tests of error messages for rejected requests: they name the field as the request does, and say what is allowed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def error_of(server: Serving, path: str, body: dict[str, Any]) -> dict[str, Any]
         ("stop", "", "stop", "at least 1 character"),
     ],
 )
-def test_a_field_of_several_forms_is_judged_by_the_one_that_was_meant(
+def test_error_of_a_union_field_is_about_the_intended_type(
     server: Serving, field: str, value: object, param: str, said: str
 ) -> None:
     error = error_of(server, "/v1/completions", COMPLETION | {field: value})
@@ -54,7 +54,7 @@ def test_a_field_of_several_forms_is_judged_by_the_one_that_was_meant(
         ([{"type": "text", "text": 5}], "messages.0.content.0.text", "string"),
     ],
 )
-def test_a_message_is_judged_by_the_form_that_was_meant(
+def test_error_of_a_message_is_about_the_intended_type(
     server: Serving, content: object, param: str, said: str
 ) -> None:
     error = error_of(server, "/v1/chat/completions", CHAT | {"messages": [USER | {"content": content}]})
@@ -62,27 +62,27 @@ def test_a_message_is_judged_by_the_form_that_was_meant(
     assert said in error["message"]
 
 
-def test_a_text_that_is_empty_has_too_few_characters(server: Serving) -> None:
+def test_empty_text_is_refused(server: Serving) -> None:
     error = error_of(server, "/v1/documents", {"name": "a", "text": ""})
     assert error["message"] == "text: String should have at least 1 character"
 
 
-def test_a_body_that_is_no_text_is_told_what_may_be_one(server: Serving) -> None:
+def test_error_of_an_unreadable_body_names_the_expected_format(server: Serving) -> None:
     kind = {"Content-Type": "application/json"}
     response = server.http.post("/v1/documents", content=b'{"name": "a", "text": "\xff"}', headers=kind)
     assert response.json()["error"]["message"] == "the body cannot be read: it must be JSON in UTF-8"
 
 
-def test_what_is_not_there_is_named(server: Serving) -> None:
+def test_missing_paths_methods_and_documents_are_named(server: Serving) -> None:
     def said(method: str, path: str) -> str:
         return str(server.http.request(method, path).json()["error"]["message"])
 
-    assert said("GET", "/v1/nothing") == "there is no path /v1/nothing"
+    assert said("GET", "/v1/nothing") == "path /v1/nothing does not exist on this server"
     assert said("GET", "/v1/completions") == "/v1/completions does not support GET, only POST"
-    assert said("DELETE", "/v1/documents/abc") == "there is no document abc"
+    assert said("DELETE", "/v1/documents/abc") == "document abc does not exist"
 
 
-def test_another_hosts_name_is_an_error_like_others() -> None:
+def test_unknown_host_returns_an_openai_error() -> None:
     with serving(hosts=("localhost", "127.0.0.1", "localhost")) as server:
         for host in ("evil.example", "", "[x"):
             response = server.http.get("/v1/models", headers={"Host": host})

@@ -1,4 +1,4 @@
-"""The reading of one document, beside everything else that goes on."""
+"""Tests of reading a document while other requests run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierstore.serve.request import Ask, BusyError, Event
 from tierstore.types import PageKey
 
 
-def test_who_waits_for_a_reading_that_the_engine_has_no_room_for_waits_no_longer(
+def test_a_question_whose_document_cannot_be_read_for_lack_of_space_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open_store(reader().model, hbm=32) as store:
@@ -51,9 +51,9 @@ def test_who_waits_for_a_reading_that_the_engine_has_no_room_for_waits_no_longer
 
         async def wait() -> None:
             waiting = asyncio.create_task(reading.ended())
-            await asyncio.sleep(0)  # it waits now
+            await asyncio.sleep(0)  # let the task begin to wait
             waits.set()
-            await asyncio.wait_for(waiting, PATIENCE_S / 2)  # before the engine is let go
+            await asyncio.wait_for(waiting, PATIENCE_S / 2)  # while the engine is still held
 
         monkeypatch.setattr(store, "keys", keys)
         thread = Thread(target=begin)
@@ -69,7 +69,7 @@ def test_who_waits_for_a_reading_that_the_engine_has_no_room_for_waits_no_longer
         assert not reading.under_way
 
 
-def test_who_keeps_a_ticket_keeps_no_prompt() -> None:
+def test_a_finished_ticket_keeps_no_prompt() -> None:
     with open_store(reader().model, hbm=32) as store:
         engine = Engine(reader(), store)
         ticket, told = ask(engine, "Nobody keeps this.", 1)
@@ -77,20 +77,20 @@ def test_who_keeps_a_ticket_keeps_no_prompt() -> None:
         ask(engine, "another", 1)[1].done()
         engine.close()
         gc.collect()
-        asked = [each for each in gc.get_objects() if type(each) is Ask]  # others may warn
+        asked = [each for each in gc.get_objects() if type(each) is Ask]  # isinstance can cause warnings
         assert tuple(ids_of("Nobody keeps this.")) not in [each.prompt for each in asked]
         assert ticket.wait(0)
 
 
-def test_a_file_of_any_depth_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_document_files_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "plain.json").write_text(json.dumps({"a": 1}))
     assert Library(tmp_path).all() == []
-    assert ["ignoring it" in line for line in caplog.messages] == [True, True]
+    assert ["ignoring a file" in line for line in caplog.messages] == [True, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_asks_about_a_document_that_is_deleted_gets_an_error_and_no_page_of_it_comes_back(
+def test_a_question_about_a_deleted_document_fails_and_none_of_its_pages_return(
     stream: bool,
 ) -> None:
     text = "The bell rang twice, and then it was still, for it had snowed. " * 3
@@ -116,7 +116,7 @@ def test_who_asks_about_a_document_that_is_deleted_gets_an_error_and_no_page_of_
         try:
             first = Thread(target=post)
             first.start()
-            assert computing.wait(PATIENCE_S)  # its answer has begun; the other ones wait
+            assert computing.wait(PATIENCE_S)  # the first answer has begun; the other requests wait
             threads = [
                 first,
                 *(Thread(target=post) for _ in range(2)),
@@ -136,10 +136,10 @@ def test_who_asks_about_a_document_that_is_deleted_gets_an_error_and_no_page_of_
         assert len(responses) == 3
         assert all("deleted" in response.text for response in responses)
         assert sorted(response.status_code for response in responses)[-2:] == [404, 404]
-        server.http.post("/v1/completions", json=COMPLETION)  # after all that was under way
+        server.http.post("/v1/completions", json=COMPLETION)  # runs after all earlier requests
         assert server.store.match(keys).num_pages == 0
 
 
-def delete(server: Serving, id: str) -> None:  # noqa: A002 - what it is called
+def delete(server: Serving, id: str) -> None:  # noqa: A002 - as the API calls it
     with httpx.Client(base_url=server.http.base_url, trust_env=False, timeout=PATIENCE_S) as client:
         assert client.delete(f"/v1/documents/{id}").status_code == 200

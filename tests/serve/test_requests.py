@@ -1,4 +1,4 @@
-"""What every request passes: keys, limits, a line in the log; and what becomes of it when either side goes away."""
+"""Tests of what all requests have in common: keys, limits and log lines, disconnects, errors and shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANNE, BOB = "anne's key", "bob's key"
 TENANTS = {"anne": [sha256(ANNE.encode()).hexdigest()], "bob": [sha256(BOB.encode()).hexdigest().upper()]}
 LONG = COMPLETION | {"max_tokens": 400, "stream": True}
 MIDDLE = 200
-"""A forward pass of the model when a long answer has begun, and is far from its end."""
+"""A forward pass in the middle of a long answer, counted from 0."""
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ def outcome(server: Serving, name: str) -> float:
     return figure(server, f'requests_total{{outcome="{name}"}}')
 
 
-def test_without_a_key_there_is_no_answer_but_health_and_figures() -> None:
+def test_without_a_key_only_health_and_metrics_are_served() -> None:
     with serving(Tenants(TENANTS)) as server:
         for headers in (
             {},
@@ -112,9 +112,9 @@ def test_tenants_share_no_page_and_no_document() -> None:
         ("tenants: {}", "no tenants"),
         ("- a", "no tenants"),
         ("tenants: {a b: [" + "0" * 64 + "]}", "name"),
-        ("tenants: {a: [" + "0" * 64 + "], b: [" + "0" * 64 + "]}", "has as well"),
-        ("tenants: {a: [" + "0" * 64 + "], a: [" + "1" * 64 + "]}", "repeats a key"),
-        ("tenants: {a: [", "not YAML"),
+        ("tenants: {a: [" + "0" * 64 + "], b: [" + "0" * 64 + "]}", "also has"),
+        ("tenants: {a: [" + "0" * 64 + "], a: [" + "1" * 64 + "]}", "uses a name twice"),
+        ("tenants: {a: [", "not valid YAML"),
         ("tenants: {a: [" + "0" * 64 + "]}\nmore: 1", "no tenants"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_file_of_tenants_is_checked(tmp_path: Path, text: str, said: str | Non
     assert "0" * 64 not in str(error.value)
 
 
-def test_a_body_may_only_be_so_large_whether_it_says_so_or_not() -> None:
+def test_body_beyond_the_limit_is_refused_with_or_without_content_length() -> None:
     with serving() as server:
         kind = {"Content-Type": "application/json"}
 
@@ -141,24 +141,24 @@ def test_a_body_may_only_be_so_large_whether_it_says_so_or_not() -> None:
 
         response = server.http.post("/v1/completions", content=parts(), headers=kind)
         assert response.status_code == 413
-        assert str(MAX_BODY) in response.json()["error"]["message"]
+        assert f"{MAX_BODY:,}" in response.json()["error"]["message"]
         bare = HTTPConnection(server.http.base_url.host, server.http.base_url.port, timeout=PATIENCE_S)
         with closing(bare):
             bare.putrequest("POST", "/v1/completions")
             bare.putheader("Content-Length", str(MAX_BODY + 1))
-            bare.endheaders()  # and not a byte of it: the answer is there already
+            bare.endheaders()  # the server answers before any byte of the body is sent
             assert bare.getresponse().status == 413
         assert server.http.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
-def test_another_name_than_this_machines_is_refused() -> None:
+def test_unknown_host_header_is_refused() -> None:
     with serving(hosts=("localhost", "127.0.0.1")) as server:
         assert server.http.get("/v1/models").status_code == 200
         assert server.http.get("/v1/models", headers={"Host": "localhost:1"}).status_code == 200
         assert server.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
 
 
-def test_a_request_is_one_line_of_the_log_without_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_is_logged_in_one_line_without_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierstore.serve")
     with serving() as server:
         server.http.post("/v1/completions", json=COMPLETION | {"prompt": "unspeakable"})
@@ -170,14 +170,14 @@ def test_a_request_is_one_line_of_the_log_without_what_was_asked(caplog: pytest.
 
 
 def is_cancelled(server: Serving) -> bool:
-    """Whether the only request under way is to be computed no further."""
+    """Return whether the only running request is marked as cancelled."""
     return server.engine._active[0][0].cancelled.is_set()
 
 
-def test_a_stream_whose_client_goes_away_is_cancelled() -> None:
+def test_a_stream_whose_client_disconnects_is_cancelled() -> None:
     with serving() as server, standing_at(MIDDLE, reader(chats=True).model) as model:
         with server.http.stream("POST", "/v1/completions", json=LONG) as response:
-            lines = response.iter_lines()  # dropped, it would close the connection
+            lines = response.iter_lines()  # a reference that keeps the connection open
             next(lines)
             model.wait()
         until(lambda: is_cancelled(server))
@@ -186,7 +186,7 @@ def test_a_stream_whose_client_goes_away_is_cancelled() -> None:
         assert figure(server, "active") == 0
 
 
-def test_an_answer_whose_client_goes_away_is_cancelled() -> None:
+def test_an_answer_whose_client_disconnects_is_cancelled() -> None:
     with serving() as server, standing_at(MIDDLE, reader(chats=True).model) as model:
         bare = HTTPConnection(server.http.base_url.host, server.http.base_url.port, timeout=PATIENCE_S)
         with closing(bare):
@@ -200,7 +200,7 @@ def test_an_answer_whose_client_goes_away_is_cancelled() -> None:
 
 @contextmanager
 def held(engine: Engine) -> Iterator[Callable[[], None]]:
-    """An engine that stands still in the middle of a step, until it is let go."""
+    """Stop the engine in the middle of a step, until the ``with`` block ends or calls the yielded function."""
     stands, go = Event(), Event()
 
     def stand_still(_: object) -> None:
@@ -217,7 +217,7 @@ def held(engine: Engine) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def posted(server: Serving, body: dict[str, Any]) -> Iterator[list[httpx.Response]]:
-    """A completion that is asked for meanwhile; its response, at the end."""
+    """Request a completion in a thread while the block runs. Afterwards, the yielded list contains the response."""
     got: list[httpx.Response] = []
 
     def post() -> None:
@@ -233,7 +233,7 @@ def posted(server: Serving, body: dict[str, Any]) -> Iterator[list[httpx.Respons
     assert not thread.is_alive()
 
 
-def test_one_too_many_is_told_to_come_later() -> None:
+def test_request_beyond_the_limit_gets_a_retry_after() -> None:
     with serving(max_active=1, max_waiting=1) as server:
         with held(server.engine) as let_go, posted(server, COMPLETION) as waiting:
             until(lambda: figure(server, "waiting") == 1)
@@ -245,7 +245,7 @@ def test_one_too_many_is_told_to_come_later() -> None:
         assert waiting[0].status_code == 200
 
 
-def test_at_the_servers_end_a_stream_ends_with_an_error_and_who_waits_gets_503() -> None:
+def test_at_shutdown_streams_end_with_an_error_and_waiting_requests_get_503() -> None:
     with serving(max_active=2) as server, ExitStack() as stack:
         model = stack.enter_context(standing_at(MIDDLE, reader(chats=True).model))
         stream = stack.enter_context(server.http.stream("POST", "/v1/completions", json=LONG))
@@ -278,7 +278,7 @@ def test_a_server_whose_engine_is_closed_is_not_ready() -> None:
 
 @contextmanager
 def failing_at(forward: int) -> Iterator[None]:
-    """A model that fails in this forward pass of it, counted from 0."""
+    """Within the block, make the model fail in this forward pass, counted from 0."""
     passes = count()
 
     def fail(*_: object) -> None:
@@ -292,7 +292,7 @@ def failing_at(forward: int) -> Iterator[None]:
         hook.remove()
 
 
-def test_what_fails_before_the_first_piece_is_500_and_after_it_an_error_in_the_stream() -> None:
+def test_an_error_before_the_first_piece_is_status_500_and_a_later_one_an_error_event() -> None:
     with serving() as server:
         with failing_at(0):
             response = server.http.post("/v1/completions", json=LONG | {"prompt": "first"})
@@ -316,7 +316,7 @@ def test_what_fails_before_the_first_piece_is_500_and_after_it_an_error_in_the_s
         until(lambda: server.http.get(f"/v1/documents/{id}").json()["state"] == "ready")
 
 
-def test_figures_are_the_stores_and_the_engines() -> None:
+def test_metrics_include_those_of_the_store_and_the_engine() -> None:
     with serving() as server:
         server.http.post("/v1/completions", json=COMPLETION)
         response = server.http.get("/metrics")
@@ -325,7 +325,7 @@ def test_figures_are_the_stores_and_the_engines() -> None:
         assert 'tierstore_pages{state="resident",tier="HBM"}' in response.text
 
 
-def test_the_page_runs_nothing_but_its_own_and_asks_nobody_else() -> None:
+def test_the_page_runs_only_its_own_script_and_contacts_no_other_server() -> None:
     with serving() as server:
         response = server.http.get("/")
     policy = response.headers["content-security-policy"]

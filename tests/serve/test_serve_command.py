@@ -1,9 +1,10 @@
-"""``tierstore serve`` as a user runs it: in a process of its own, over a folder with a small model."""
+"""Test ``tierstore serve`` in a separate process, as a user would run it, with the folder of a small model."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -53,7 +54,7 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 @contextmanager
 def running(*arguments: str | Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[str], dict[str, Any]]]:
-    """A client of a server on a free port; it is killed if it is still there at the end."""
+    """Run a server on a free port until the block ends. Yield a client, the process and its first line of output."""
     with subprocess.Popen(
         command("--port", "0", "--json", *arguments),
         stdout=subprocess.PIPE,
@@ -73,10 +74,10 @@ def running(*arguments: str | Path) -> Iterator[tuple[httpx.Client, subprocess.P
 
 
 def end(process: subprocess.Popen[str], number: int, times: int = 1) -> str:
-    """Exit cleanly, in the time that ``communicate`` gives it; what it said on standard error."""
+    """Send a signal ``times`` times, and assert that it ends the process cleanly. Return the process's stderr."""
     for _ in range(times):
         process.send_signal(number)
-        time.sleep(0.02)  # signals that meet are one
+        time.sleep(0.02)  # signals that arrive together count as one
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
@@ -113,27 +114,27 @@ def test_a_second_start_finds_pages_and_documents_of_the_first(
         end(process, signal.SIGTERM)
 
 
-def test_an_interrupt_ends_it_while_it_answers(model: Path, config: Path) -> None:
+def test_interrupt_stops_the_server_during_an_answer(model: Path, config: Path) -> None:
     with running("--config", config, "--model", model) as (http, process, _):
         asked = COMPLETION | {"max_tokens": 400, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as response:
-            lines = response.iter_lines()  # dropped, it would close the connection
+            lines = response.iter_lines()  # a reference that keeps the connection open
             next(lines)
             end(process, signal.SIGINT)
 
 
 @pytest.mark.deep
-def test_two_interrupts_end_it_as_cleanly(model: Path, config: Path) -> None:
+def test_two_interrupts_stop_the_server_cleanly(model: Path, config: Path) -> None:
     with running("--config", config, "--model", model) as (http, process, _):
         asked = COMPLETION | {"max_tokens": 400, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as response:
-            lines = response.iter_lines()  # dropped, it would close the connection
+            lines = response.iter_lines()  # a reference that keeps the connection open
             next(lines)
             end(process, signal.SIGINT, times=2)
 
 
 @pytest.mark.deep
-def test_with_keys_it_may_be_reached_from_elsewhere(model: Path, config: Path, tmp_path: Path) -> None:
+def test_with_keys_the_server_may_listen_on_all_interfaces(model: Path, config: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": {"anne": [sha256(b"secret").hexdigest()]}}))
     options = ("--config", config, "--model", model, "--host", "0.0.0.0", "--keys", keys)
@@ -145,7 +146,7 @@ def test_with_keys_it_may_be_reached_from_elsewhere(model: Path, config: Path, t
         end(process, signal.SIGTERM)
 
 
-def test_what_cannot_be_served_is_one_line(model: Path, config: Path, tmp_path: Path) -> None:
+def test_invalid_options_of_serve_are_refused_in_one_line(model: Path, config: Path, tmp_path: Path) -> None:
     given = ("--config", config, "--model", model)
     assert "--keys" in refused(*given, "--host", "0.0.0.0")
     assert "127.0.0.256" in refused(*given, "--host", "127.0.0.256", "--open")
@@ -160,9 +161,15 @@ def test_what_cannot_be_served_is_one_line(model: Path, config: Path, tmp_path: 
 
 
 @pytest.mark.deep
-def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(model: Path, config: Path) -> None:
+def test_port_in_use_is_reported_before_the_model_is_loaded(
+    model: Path, config: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "cut short"
+    shutil.copytree(model, broken)
+    for weights in broken.glob("*.safetensors"):
+        weights.write_bytes(b"")
     with running("--config", config, "--model", model) as (_, process, said):
         port = said["url"].rsplit(":", 1)[1]
-        line = refused("--config", config, "--model", model / "none", "--port", port)
+        line = refused("--config", config, "--model", broken, "--port", port)
         assert f"--port {port}" in line
         end(process, signal.SIGTERM)

@@ -1,4 +1,7 @@
-"""Many requests at once, any of them cancelled, over pages that move and go: answers stay those of transformers."""
+"""Test many requests at the same time, some of them cancelled, while their pages are moved and evicted.
+
+All answers must equal those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from prefetch import Prefetcher
 from tests.adapters.tiny import PAGE, open_store, plain
 from tests.serve.small import Told, ask, reader
+from tests.support import lanes
 from tests.support.pages import PATIENCE_S
 from tierstore.serve.engine import Engine, Ticket
 from tierstore.serve.request import BusyError, Done
@@ -20,13 +24,13 @@ from tierstore.serve.sampling import Spelling
 from tierstore.store import TierStore
 from tierstore.types import Tier
 
-REQUESTS = 50
+REQUESTS = lanes.examples(30, 50)
 OUTCOMES = ("done", "failed", "cancelled", "busy", "refused")
 
 
 @dataclass
 class Request:
-    """One that was taken, and what was told of it."""
+    """A request that the engine accepted, and what was reported about it."""
 
     prompt: tuple[int, ...]
     count: int
@@ -37,14 +41,14 @@ class Request:
 
 @cache
 def answer(prompt: tuple[int, ...], count: int) -> str:
-    """Of transformers alone. No prompt has its padding, 0, in it, which would be masked."""
+    """Return the answer of plain transformers. Prompts do not contain 0, which would be masked as padding."""
     spelling = Spelling(reader().tokenizer, prompt)
     tokens = plain(reader().model, list(prompt), max_new_tokens=count) if count else []
     return "".join(spelling.add(token) for token in tokens) + spelling.end()
 
 
 class Storm:
-    """Requests that begin alike, with whole pages or a token more or less, and what is done to their pages."""
+    """Submits requests whose common prefixes often end within a token of a page boundary, and moves their pages."""
 
     def __init__(self, seed: int, engine: Engine, store: TierStore, *, on_host: bool) -> None:
         self.engine, self.store, self.chance = engine, store, random.Random(seed)
@@ -53,7 +57,7 @@ class Storm:
         self.busy, self.on_host = 0, on_host
 
     def request(self) -> None:
-        """One more; a part of them is cancelled at once or under way."""
+        """Submit a request. With some probability, cancel it immediately or after its first piece of text."""
         chance = self.chance
         most = self.engine.max_tokens - 12
         length = min(
@@ -85,7 +89,7 @@ class Storm:
             self.store.demote(keys, Tier.HOST if self.on_host and fate < 0.2 else Tier.NVME)
 
     def check(self) -> None:
-        """Every answer, how often each outcome was counted, and where each token came from."""
+        """Check every answer, the count of each outcome, and the number of tokens from each source."""
         for each in self.taken:
             assert each.ticket.wait(PATIENCE_S)
         done = [each for each in self.taken if self._check_answer(each)]
@@ -97,11 +101,11 @@ class Storm:
             for source in ("computed", "HBM", "HOST", "NVME")
         )
         told = sum(len(each.prompt) for each in done)
-        # One that was cancelled in its last step is done, and was not told so.
+        # A request that was cancelled in its last step counts as done, but this was not reported to its caller.
         assert sources == told if counted["done"] == len(done) else sources > told
 
     def _check_answer(self, each: Request) -> bool:
-        """Whether it was answered; one that was cancelled may be told nothing of its end."""
+        """Check a request's answer. Return False if it was cancelled and its end was not reported, else True."""
         while each.told.more():
             pass
         if each.cancelled and each.told.end is None:
@@ -120,15 +124,18 @@ class Storm:
 
 @pytest.mark.parametrize(
     ("seed", "hbm", "host", "page", "chunk", "most", "waiting"),
-    [
-        (1, 24, 0, 8, 16, 4, 64),
-        (2, 40, 8, 4, 7, 8, 4),
-        (3, 16, 3, 8, 64, 1, 1),
-        (4, 24, 64, 16, 8, 2, 64),
-        (5, 40, 8, 8, 1, 4, 64),
-    ],
+    lanes.some(
+        [
+            (1, 24, 0, 8, 16, 4, 64),
+            (2, 40, 8, 4, 7, 8, 4),
+            (3, 16, 3, 8, 64, 1, 1),
+            (4, 24, 64, 16, 8, 2, 64),
+            (5, 40, 8, 8, 1, 4, 64),
+        ],
+        lambda seed, *_: seed in (2, 3),
+    ),
 )
-def test_whatever_happens_answers_are_those_of_transformers(
+def test_answers_equal_transformers_in_any_sequence_of_events(
     tmp_path: Path, seed: int, hbm: int, host: int, page: int, chunk: int, most: int, waiting: int
 ) -> None:
     with ExitStack() as stack:

@@ -1,11 +1,11 @@
-"""Random clients under faults, kills and damage for as long as asked: no wrong byte, no hang, flat memory.
+"""Soak test: random clients under faults, kills and damage must not get wrong bytes, hang, or use more and more memory.
 
     python -m tests.soak --minutes 30
 
-The parent plays one client process after the other on one directory: most are killed with SIGKILL at a random moment,
-some close; now and then the directory is damaged in between. Each client first reads back everything that is offered.
-Beside them one client lives as long as the soak, on a store of its own. The last line is one JSON object; the exit
-status is 0 only if nothing went wrong.
+The parent runs one client process after the other on the same directory. Most are killed with SIGKILL at a random
+moment; the others close the store. Sometimes the directory is damaged between two clients. Each client first reads back
+every page that the store offers. One more client runs as long as the soak, on a store of its own. The last line is one
+JSON object; the exit status is 0 only if nothing went wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.soak.parent import soak
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The parent, or one client."""
+    """Run the parent or, with ``--client``, one client. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

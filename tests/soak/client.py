@@ -1,4 +1,4 @@
-"""One client process: opens the store, reads back what it is offered, acts for a while under faults, ends cleanly."""
+"""One client process: it opens a store, reads back the pages that it finds, acts under faults, and closes the store."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tierstore.store import TierStore
 _TELL_S = 0.5
 STALL_S = 8.0
 WRONG, HANGS = 3, 4
-"""Exit statuses of a client that noticed what is wrong; 1 of one that failed otherwise."""
+"""Exit statuses of a client that noticed wrong bytes or a hang. If a client fails otherwise, its exit status is 1."""
 
 
 class Client(Protocol):
-    """What plays on one open store. ``hand`` makes what one of its threads needs for ``act``."""
+    """A client of one open store. ``hand`` returns the state of a thread, which the thread passes to ``act``."""
 
     bench: Bench
     trouble: Trouble | None
@@ -54,12 +54,12 @@ KINDS: dict[str, Callable[[Path, int, Account], Client]] = {
     "llama": _llama,
     "alone": lambda home, seed, account: OwnClient(home, seed, account, threads=1),
 }
-"""``alone``: the one that lives as long as the soak, beside the others, on a store of its own."""
+"""Kinds of clients. ``alone`` is the client that runs as long as the soak, on a store of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Who a client is. Equal roles on equal directories make the same choices, as far as threads allow."""
+    """The parameters of a client. Clients with equal roles make the same random choices, apart from thread timing."""
 
     kind: str
     profile: str
@@ -69,9 +69,10 @@ class Role:
 
 
 def run(role: Role, home: Path, until: Set[str] = frozenset()) -> int:
-    """Plays a client to its end and says so in lines of JSON; its exit status.
+    """Run a client, which reports in lines of JSON. Returns its exit status.
 
-    ``until``: faults and actions. It acts on after its time until it has met each of them.
+    ``until`` contains names of faults and actions. When its time is up, the client continues until each of them has
+    occurred.
     """
     try:
         _run(role, home, until)
@@ -86,7 +87,7 @@ def run(role: Role, home: Path, until: Set[str] = frozenset()) -> int:
 
 def _run(role: Role, home: Path, until: Set[str]) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two that wait for each other on a busy machine are a hundred times slower
+    torch.set_num_threads(1)  # several threads are a hundred times slower on a busy machine
     try:
         _live(role, home, until)
     finally:
@@ -112,7 +113,10 @@ def _live(role: Role, home: Path, until: Set[str]) -> None:
 
 
 def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
-    """Lets the client's threads act, once each at least; bytes in memory after the first quarter of the time."""
+    """Let each of the client's threads act, at least once.
+
+    Returns the resident memory of this process, in bytes, after a quarter of the time.
+    """
     end = monotonic() + role.seconds
     errors: list[BaseException] = []
 
@@ -132,7 +136,7 @@ def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
             while not errors and not over():
                 client.act(hand)
             client.rest(hand)
-        except BaseException as error:  # noqa: BLE001  carried to the client's own thread
+        except BaseException as error:  # noqa: BLE001  raised again in the client's main thread
             errors.append(error)
 
     threads = [Thread(target=work, args=(i,), name=f"soak-{i}") for i in range(client.threads)]
@@ -151,7 +155,7 @@ def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
 
 
 class Stall:
-    """Tells where all threads are when none has begun an action for a while: slow, but no hang yet."""
+    """Prints the stacks of all threads if no thread has begun an action for a while. This does not count as a hang."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -159,7 +163,7 @@ class Stall:
         self._since = monotonic()
 
     def watch(self) -> None:
-        """To be called now and then."""
+        """Check whether a thread has begun an action since the last call. Call this regularly."""
         now = self._account.snapshot().get("actions")
         if now != self._last:
             self._last, self._since = now, monotonic()

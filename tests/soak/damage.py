@@ -1,4 +1,4 @@
-"""Faults between clients: what happens to the directory of a store that nobody has open."""
+"""Faults between two clients: damage to the directory of a closed store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cut(shard: Path, chance: random.Random) -> None:
 
 
 def _overwrite(shard: Path, chance: random.Random) -> None:
-    """A sector that never reached the disk, or another one's bytes in its place."""
+    """Overwrite a sector with zeros, as if it had never been written, or with random bytes."""
     data = shard / DATA_FILE
     sectors = max(1, data.stat().st_size // 512)
     with data.open("r+b") as file:
@@ -57,7 +57,7 @@ def _spoil_lock(shard: Path, chance: random.Random) -> None:
 
 
 def _half_a_marker(shard: Path, chance: random.Random) -> None:
-    """What a kill in the middle of replacing a marker leaves."""
+    """Leave half of a temporary file, like a process that is killed while it replaces a marker."""
     (shard / (SHARD_MARKER + ".new")).write_bytes(b'{"finger')
 
 
@@ -74,18 +74,21 @@ DAMAGES: dict[str, _Damage] = {
 
 
 class Vandal:
-    """Damages the directory of a closed store, and looks whether strange files were left alone."""
+    """Damages the directory of a closed store, and checks that a store leaves foreign files alone."""
 
     def __init__(self, home: Path, chance: random.Random) -> None:
         self.home = home
         self.set_aside = 0
-        """Sub-directories that an open found broken and put aside."""
+        """Number of sub-directories that opens have set aside as damaged."""
         self._chance = chance
         self._deck: list[str] = []
         self._strange: dict[str, bytes] = {}
 
     def strike(self) -> str | None:
-        """Does one kind of damage, each as often as the others; its name, None where there is no store yet."""
+        """Do one kind of damage. Return its name, or None if there is no store yet.
+
+        All kinds are done equally often, in random order.
+        """
         shards = self._shards()
         if not shards:
             return None
@@ -101,11 +104,11 @@ class Vandal:
         return name
 
     def deal(self, name: str) -> None:
-        """Puts a kind of damage on top: it is the next one."""
+        """Make ``name`` the next kind of damage."""
         self._deck.append(name)
 
     def look(self) -> str | None:
-        """After the next client: what is wrong with the files that are not the store's, None if nothing."""
+        """Check, after the next client has ended, that it left foreign files alone. Returns what is wrong, or None."""
         for name, want in self._strange.items():
             found = list(self.home.rglob(name))
             if len(found) != 1 or found[0].read_bytes() != want:

@@ -1,4 +1,4 @@
-"""Clients that own HBM themselves: pages are copied out of an engine's slots and into them, each slot comes back."""
+"""Clients whose engine owns HBM: the store copies pages from and to the engine's slots, and returns every slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 
 class EngineClient:
-    """One thread, as engines have. ``_free`` are the engine's own slots; the store uses the others."""
+    """Acts in one thread, as engines do. ``_free`` contains the slots that the store does not use now."""
 
     threads = 1
 
@@ -31,11 +31,11 @@ class EngineClient:
         self._engine = ENGINES[seed % len(ENGINES)]()
         self._free = list(range(SLOTS))
         self._in_doubt: set[int] = set()
-        """Slots of leases that were released before they were final."""
+        """Slots of leases that were released before they were READY or FAILED."""
         self._store.register(self._engine.pages)
 
     def read_back(self) -> int:
-        """Reads everything an earlier process left; pages served."""
+        """Read all pages that earlier processes left. Returns the number of pages served."""
         for keys in SECRETS:
             if any(self._store.match([key]).num_pages for key in keys):
                 raise WrongBytes("a memory-only page is offered after a restart")
@@ -46,15 +46,15 @@ class EngineClient:
         return served
 
     def plant(self) -> None:
-        """Not for this kind."""
+        """Raise an error, because this kind of client cannot plant a wrong byte."""
         raise NotImplementedError
 
     def hand(self, seed: str) -> random.Random:
-        """The thread's chance."""
+        """Return the random number generator of a thread."""
         return random.Random(seed)
 
     def act(self, chance: random.Random) -> None:
-        """One step of an engine."""
+        """Do one random action of an engine."""
         self._take_back()
         keys: list[PageKey] = chance.choice(DOCUMENTS if chance.random() < 0.8 else SECRETS)
         keys = keys[: chance.randint(1, max(1, len(self._free)))]
@@ -82,10 +82,10 @@ class EngineClient:
             self._give_up_a_load(keys)
 
     def rest(self, chance: random.Random) -> None:
-        """Nothing is kept between actions."""
+        """Do nothing, because a thread keeps no lease between two actions."""
 
     def finish(self) -> None:
-        """Every slot comes back, unless acknowledgements were lost."""
+        """Check that the store returns every slot, unless acks were lost."""
         self._store.check()
         if not losing(self.trouble):
             self._wait_for_all()
@@ -118,13 +118,16 @@ class EngineClient:
         self._in_doubt.update(slots)
 
     def _take_back(self) -> None:
-        """The slots that the store says no copy uses any more."""
+        """Take back the slots that no copy uses any more, according to the store."""
         came = self._store.poll()
         self._in_doubt.difference_update(came)
         self._free += came
 
     def _wait_for_all(self) -> None:
-        """With nothing under way, no slot is in use."""
+        """Wait until nothing is in flight, and take back all slots.
+
+        If acks are lost, take back only the slots that the store returns.
+        """
         idle = wait_idle(self._store, self.trouble)
         self._take_back()
         if idle:

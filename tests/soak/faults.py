@@ -1,4 +1,4 @@
-"""Faults inside a client: copies and acknowledgements late, reordered, failed or lost, and a disk that misbehaves."""
+"""Faults inside a client: copies and acks are late, reordered, failed or lost, and the disk is faulty."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ PROFILES: dict[str, frozenset[str]] = {
     "lost": frozenset({"hold", "fail", "lost"}),
     "all": frozenset({"hang", "hold", "late", "fail", "read", "write", "full"}),
 }
-"""What may go wrong, by the name of a profile."""
+"""The faults of each profile, by its name."""
 
-_DELAYS_S = [0.0, 0.005, 0.02, 0.1, 0.1, 2.5]  # the last: longer than the store waits for a disk that hangs
+_DELAYS_S = [0.0, 0.005, 0.02, 0.1, 0.1, 2.5]  # the last is longer than eviction.STALL_S
 _DISK_FAULTS = 0.15
 
 
 class Trouble:
-    """A thread that plays the faults of a profile on an open store while the ``with`` lasts.
+    """A thread that injects the faults of a profile into an open store during a ``with`` block.
 
-    ``lost`` begins late in a life: what is lost never ends, so nobody may wait for an end once ``losing`` is True.
+    The fault ``lost`` begins late in a client's run. A transfer whose ack is lost never ends, so once ``losing`` is
+    True, the client must limit the time that it waits for a transfer.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Trouble:
             for gate in self._gates():
                 losing = set(gate.losing)
                 gate.open()
-                gate.losing |= losing  # a dead peer stays dead
+                gate.losing |= losing  # these lanes lose acks until the end
         self._bench.store.match([])
         self._tell()
         if self._error is not None and error is None:
@@ -100,7 +101,7 @@ class Trouble:
     def _run(self) -> None:
         try:
             self._play()
-        except BaseException as error:  # noqa: BLE001  carried to the thread that ends the trouble
+        except BaseException as error:  # noqa: BLE001  raised again by __exit__
             self._error = error
 
     def _play(self) -> None:
@@ -125,7 +126,7 @@ class Trouble:
                     self._lose()
             self._bench.store.match([])
 
-    # -- copies: all with the store's lock held, as the store calls the gates ------------------------------------
+    # -- copies: the caller holds the store's lock, as it does when the store calls a gate -----------------------
 
     def _hold(self, lane: Lane) -> None:
         if (gate := self._gate(lane)) is not None:
@@ -139,7 +140,7 @@ class Trouble:
             self._account.count("faults", "reordered")
 
     def _hang(self, lane: Lane) -> None:
-        """A read that stands still is told late: nobody is to wait for some of its pages, the rest was not tried."""
+        """Acknowledge a held read as if the disk hung: two of its pages are late, and the others were not tried."""
         gate = self._gate(UP)
         if gate is not None and gate.tell_late(UP, set(self._chance.sample(range(4), 2))):
             self._account.count("faults", "reads told late")
@@ -184,7 +185,7 @@ class Trouble:
     # -- the disk ------------------------------------------------------------------------------------------------
 
     def _fill_the_disk(self, lane: Lane) -> None:
-        """No file can grow beyond what the largest of the store has now."""
+        """Simulate a full disk: limit the size of this process's files to that of the store's largest data.mdb."""
         nvme = self._bench.parts.nvme
         if self._full_until is None and nvme is not None and self._chance.random() < 0.2:
             sizes = [p.stat().st_size for p in self._home.rglob("data.mdb")]

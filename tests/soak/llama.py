@@ -1,6 +1,6 @@
-"""Clients that serve a small random Llama through the transformers adapter; every answer is compared with its own."""
+"""Clients that run a small random Llama with the transformers adapter, and compare answers with the model's own."""
 
-# transformers leaves some of its functions untyped:
+# Some functions of transformers have no types:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.adapters.tiny import PAGE, generate, generate_batch, pad_left, plain, plain_batch, tiny_llama
+from tests.adapters.tiny import NEW, PAGE, generate, generate_batch, pad_left, plain, plain_batch, tiny_llama
 from tests.soak.account import PATIENCE_S, Account, WrongBytes
 from tests.soak.faults import Trouble
 from tests.soak.waiting import losing, wait_idle
@@ -21,9 +21,11 @@ from tierstore.adapters.huggingface import PrefixCache, Session, TierStoreCache,
 from tierstore.errors import CapacityError
 
 HBM, HOST, NVME = 48, 24, 80
-NEW = 11
 _NEAR = 0.02
-"""Logits nearer than this may change places with the order of a sum; the model's lie ten times as far apart or more."""
+"""Two logits that differ by less than this may swap ranks if sums are computed in a different order.
+
+Other logits of this model differ by at least ten times as much.
+"""
 
 
 def _tokens(length: int, seed: int) -> list[int]:
@@ -37,12 +39,14 @@ PROMPTS = [
     for i in range(9)
 ]
 SECRETS = [BEGINNINGS[i][: 2 * PAGE] + _tokens(3 * PAGE, 200 + i) for i in range(2)]
-"""Served memory-only or not stored at all: no later process may be offered their own pages."""
+"""Prompts that are stored memory-only or not at all. A later process must not be offered pages that only they have."""
 SHARED_PAGES = 2
 
 
 class LlamaClient:
-    """One thread: requests, batches, beams, speculation, chats that fork, and every storing option."""
+    """Makes all kinds of requests in one thread: single prompts, batches, beams, draft models, forked chats.
+
+    It uses every ``storing`` option."""
 
     threads = 1
 
@@ -74,7 +78,7 @@ class LlamaClient:
         ]
 
     def read_back(self) -> int:
-        """Answers every prompt; pages reused of what an earlier process left."""
+        """Answer every prompt. Return the number of reused pages that earlier processes had stored."""
         for prompt in SECRETS:
             own = self._store.keys(prompt + self._plain(prompt))[SHARED_PAGES:]
             if any(self._store.match([key]).num_pages for key in own):
@@ -82,29 +86,29 @@ class LlamaClient:
         return sum(self._ask(prompt, "all") for prompt in PROMPTS) // PAGE
 
     def plant(self) -> None:
-        """Not for this kind."""
+        """Raise an error, because this kind of client cannot plant a wrong byte."""
         raise NotImplementedError
 
     def hand(self, seed: str) -> random.Random:
-        """The thread's chance."""
+        """Return the random number generator of a thread."""
         return random.Random(seed)
 
     def act(self, chance: random.Random) -> None:
-        """One random request."""
+        """Do one random action."""
         weights = [weight for weight, _, _ in self._actions]
         _, name, action = chance.choices(self._actions, weights)[0]
         self._account.count("actions", f"llama: {name}")
         try:
             action(chance)
-        except CapacityError:  # HBM is full of what cannot be saved just now
+        except CapacityError:  # HBM is full of pages that cannot be written back now
             self._account.count("no room", f"llama: {name}")
 
     def rest(self, chance: random.Random) -> None:
-        """All chats end."""
+        """End all chats."""
         self._chats.close()
 
     def finish(self) -> None:
-        """All of HBM can be had, unless acknowledgements were lost."""
+        """Check that all HBM slots can be allocated, unless acks were lost."""
         self._store.check()
         if not losing(self.trouble):
             wait_idle(self._store, self.trouble)
@@ -150,12 +154,12 @@ class LlamaClient:
         self._account.count("pages", "answers compared")
 
     def _speculate(self, chance: random.Random) -> None:
-        """Candidates from the prompt itself; most are rolled back."""
+        """Generate with candidate tokens from the prompt itself. Most candidates are rolled back."""
         prompt = _tokens(6, chance.randrange(3)) * chance.choice([3, 4])
         self._ask(prompt, "all", prompt_lookup_num_tokens=chance.choice([2, 4]), max_new_tokens=20)
 
     def _roll_back(self, chance: random.Random) -> None:
-        """A prompt computed, cut back anywhere, and continued as another one."""
+        """Compute a prompt, crop the cache to a random length, and continue with another prompt."""
         first, second = chance.choice(PROMPTS), chance.choice(PROMPTS)
         with torch.no_grad(), self._cache(first) as cache:
             name: dict[str, Any] = {cache_argument(self._model): cache}
@@ -211,13 +215,11 @@ class LlamaClient:
         if name not in self._answers:
             if len(self._answers) > 200:
                 self._answers.clear()
-            # Without a mask transformers would take the token 0 of an answer for padding.
-            mask = torch.ones(1, len(prompt), dtype=torch.long)
-            self._answers[name] = plain(self._model, prompt, attention_mask=mask, **options)
+            self._answers[name] = plain(self._model, prompt, **options)
         return self._answers[name]
 
     def _compare(self, prompt: list[int], answer: list[int], **options: Any) -> None:
-        """WrongBytes unless the answer is the model's, or differs first where two tokens are equally likely."""
+        """Raise WrongBytes unless the answer is the model's or diverges from it where two tokens are equally likely."""
         want = self._plain(prompt, **{"max_new_tokens": NEW, **options})
         self._account.count("pages", "answers compared")
         if answer == want:

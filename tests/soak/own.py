@@ -1,4 +1,4 @@
-"""Clients whose store owns HBM: everything a caller may do, by several threads, on tiers that are far too small."""
+"""Clients whose store owns HBM: several threads make random calls of all kinds, on tiers that are far too small."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from tierstore.types import Hint, LeaseState, PageKey, Tier
 
 DOCUMENTS = [chain(length, f"doc{length}") for length in range(1, 13)]
 SECRETS = [chain(length, f"secret{length}") for length in (1, 3, 5)]
-"""Put with memory_only and never without it: no later process may be offered one of their pages."""
+"""Sequences that are always put with memory_only. The store must not offer their pages to a later process."""
 
 
 @dataclass
 class Hand:
-    """One thread of a client: its chance, and the leases it keeps between actions."""
+    """State of one thread: its random number generator, and the leases that it keeps between two actions."""
 
     chance: random.Random
     held: list[Lease] = field(default_factory=list)
 
 
 class OwnClient:
-    """Random calls. ``forks``: children are forked in between, which may do nothing and harm nothing.
+    """A client that makes random calls.
 
-    ``codec``: of host memory and, compressed as well, of the disk; this process's pages are such as it gives back as
-    they were, and they are another model's than those of other clients.
+    With ``forks``, it also forks children, whose calls must be refused and must do no harm. ``codec`` is the codec of
+    host memory; the disk uses it together with zstd. The pages of a client with a codec are chosen so that the codec
+    does not change them, and they belong to a different model from the pages of other clients.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OwnClient:
         codec: str | None = None,
     ) -> None:
         host: dict[str, object] = {}
-        disk: dict[str, object] = {"payload": "extents"}  # whose reads ``faults`` can have fail
+        disk: dict[str, object] = {"payload": "extents"}  # only reads of extent files can be made to fail
         spec = SPEC
         if codec is not None:
             pages.STEADY, spec = codec, replace(SPEC, model=codec)
@@ -87,14 +88,14 @@ class OwnClient:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def read_back(self) -> int:
-        """Reads everything an earlier process left; pages served."""
+        """Read all pages that earlier processes left on disk. Returns the number of pages served."""
         for keys in SECRETS:
             if any(self._store.match([key]).num_pages for key in keys):
                 raise WrongBytes("a memory-only page is offered after a restart")
         return sum(self._served(keys) for keys in DOCUMENTS)
 
     def plant(self) -> None:
-        """For tests of the soak itself: a page with a wrong byte, and what must come of it."""
+        """Put a page with a wrong byte and read it, which must raise WrongBytes. For tests of the soak test itself."""
         slots = self._store.allocate(1)
         fill(self._store, DOCUMENTS[0], slots)
         page_tensor(self._store)[slots[0]].view(-1)[5] = 1234.0
@@ -109,11 +110,11 @@ class OwnClient:
             return lease.num_pages
 
     def hand(self, seed: str) -> Hand:
-        """What one thread has."""
+        """Return the state with which a new thread starts: random numbers from this seed, and no leases."""
         return Hand(random.Random(seed))
 
     def act(self, hand: Hand) -> None:
-        """One random thing that a caller may do."""
+        """Do one random action."""
         weights = [weight for weight, _, _ in self._actions]
         _, name, action = hand.chance.choices(self._actions, weights)[0]
         self._account.count("actions", name)
@@ -121,19 +122,19 @@ class OwnClient:
             action(hand)
         except CapacityError:
             self._account.count("no room", name)
-            for lease in hand.held:  # nobody holds pages while waiting for others
+            for lease in hand.held:  # a thread must not hold pages while it waits for others
                 self._end(lease)
             hand.held.clear()
             time.sleep(0.001)
 
     def rest(self, hand: Hand) -> None:
-        """The thread ends: it gives everything back."""
+        """Release all leases that a thread still holds when it ends."""
         for lease in hand.held:
             self._end(lease)
         hand.held.clear()
 
     def finish(self) -> None:
-        """After all threads: nothing may have leaked. Nothing can be said once acknowledgements were lost."""
+        """Check that nothing has leaked, unless acks were lost. Call this after all threads have ended."""
         for child, deadline in self._children:
             self._reap(child, deadline)
         self._store.check()
@@ -153,7 +154,7 @@ class OwnClient:
         self._write_in_steps(hand, hand.chance.choice(SECRETS), memory_only=True)
 
     def _write_in_steps(self, hand: Hand, keys: Sequence[PageKey], memory_only: bool) -> None:
-        """Page by page, each under a lease of the one before."""
+        """Write a sequence page by page. Each write leases the previous page."""
         for i, key in enumerate(keys):
             with self._store.acquire(keys[max(0, i - 1) : i]) as lease:
                 wait_final(lease, self.trouble)
@@ -162,7 +163,7 @@ class OwnClient:
                 self._store.put([key], slots, lease=lease, memory_only=memory_only)
 
     def _write_apart(self, hand: Hand) -> None:
-        """A piece out of the middle: its beginning may never have been there, or is gone."""
+        """Write pages from the middle of a document, although the pages before them may be missing."""
         keys = hand.chance.choice(DOCUMENTS)
         start = hand.chance.randrange(len(keys))
         keys = keys[start : start + hand.chance.randint(1, 3)]
@@ -171,7 +172,7 @@ class OwnClient:
         self._store.put(keys, slots)
 
     def _write_late(self, hand: Hand) -> None:
-        """Sealed first, written afterwards: nobody may read or copy it before the event."""
+        """Put pages with an event, then fill them. The store must not read or copy them until the event completes."""
         keys = self._prefix(hand)[:2]
         slots = self._store.allocate(len(keys), timeout_s=0.05)
         event = ManualEvent()
@@ -196,7 +197,7 @@ class OwnClient:
         self._served(hand.chance.choice(SECRETS))
 
     def _hold(self, hand: Hand) -> None:
-        """A page or two, kept while others evict and push."""
+        """Keep a lease on one or two pages while other threads evict and write."""
         if not hand.held:
             hand.held.append(self._store.acquire(self._prefix(hand)[: hand.chance.randint(1, 2)]))
 
@@ -237,11 +238,11 @@ class OwnClient:
     # -- children -----------------------------------------------------------------------------------------------
 
     def _fork(self, hand: Hand) -> None:
-        """A child that is refused everything; it ends by itself, is killed, or lives on for a moment."""
+        """Fork a child whose calls must all be refused. It ends at once, kills itself, or ends after a second."""
         self._reap_some()
         how = hand.chance.choice(["ends", "ends", "is killed", "lives on"])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the point
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is intended
             child = os.fork()
         if child == 0:
             self._be_a_child(how)
@@ -288,7 +289,7 @@ class OwnClient:
             raise AssertionError("a forked child was not refused everything")
         return done != 0
 
-    # -- what always holds --------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------
 
     def _require_right(self, lease: Lease) -> None:
         if wait_final(lease, self.trouble) is not LeaseState.READY:

@@ -1,4 +1,4 @@
-"""The parent: which client plays next, how it ends, what happens to the directory in between, and the summary."""
+"""The parent process: it runs clients, kills some of them, damages the directory between them, and adds up results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FLAT = (
     f"a client that closed ends with at most {CLIENT_GROWS >> 20} MiB more than after the first quarter of its life; "
     f"the parent with at most {PARENT_GROWS >> 20} MiB more than after its first client"
 )
-"""What flat memory means here."""
+"""The rule for flat memory, which the summary quotes."""
 
 
 class Soak:
-    """Plays clients one after the other on one directory and adds up what they say."""
+    """Runs clients one after the other on one directory, and adds up their reports."""
 
     def __init__(self, home: Path, seed: int, seconds: float, *, plant: bool) -> None:
         self._home = home
@@ -48,7 +48,7 @@ class Soak:
         self.damage: Counter[str] = Counter()
 
     def play(self) -> None:
-        """The next client: every kind under every profile, each as often as the others."""
+        """Run the next client. All combinations of kind and profile are equally frequent."""
         if not self._deck:
             self._deck = [(k, p) for k in KINDS if k != "alone" for p in PROFILES]
             self._chance.shuffle(self._deck)
@@ -75,7 +75,7 @@ class Soak:
         self._parent_start = self._parent_start or rss_nbytes()
 
     def add(self, role: Role, ending: Ending) -> None:
-        """Counts one client."""
+        """Add the results of one client to the totals."""
         self.endings[ending.how] += 1
         self.kinds[f"{role.kind}, {role.profile}"] += 1
         for subject, names in ending.counts.items():
@@ -89,7 +89,7 @@ class Soak:
             self._fail(role, ending.how, ending.why)
 
     def summary(self) -> dict[str, object]:
-        """Everything counted; ``ok``: nothing went wrong."""
+        """Return everything that was counted. ``ok`` is True if nothing went wrong."""
         end = rss_nbytes()
         parent = {"start": self._parent_start or end, "end": end}
         grown = [rss["end"] - rss["start"] for rss in self._rss]
@@ -134,16 +134,16 @@ class Soak:
 
 
 def again(role: Role) -> str:
-    """The command that plays a client again."""
+    """Return the command that runs a client again."""
     return f"python -m tests.soak --client DIR {shlex.join(arguments(role))}"
 
 
 def soak(
     minutes: float, seconds: float, seed: int, *, plant: bool = False, least: int = 1
 ) -> dict[str, object]:
-    """Plays clients for ``minutes``, and ``least`` of them; the summary.
+    """Run clients for ``minutes`` minutes, and at least ``least`` clients. Returns the summary.
 
-    The directory is kept where something went wrong.
+    The directory is kept if something went wrong.
     """
     folder = Path(tempfile.mkdtemp(prefix="tierstore-soak-"))
     game = Soak(folder / "store", seed, seconds, plant=plant)

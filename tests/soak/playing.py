@@ -1,4 +1,4 @@
-"""One client process as its parent sees it: what it says, when it is ready, how it ends."""
+"""One client process as its parent sees it: the parent reads its output, may kill it, and learns how it ended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,20 @@ from tests.soak.client import HANGS, WRONG, Role
 
 CHECKOUT = Path(__file__).parents[2]
 _ENDS_WITHIN_S = 2 * PATIENCE_S + 60.0
-"""A client that is overdue says so itself; this is for one that cannot."""
+"""Additional seconds after which a client counts as hung. Most hung clients report the hang themselves, and earlier."""
 
 
 @dataclass
 class Ending:
-    """How a client ended. ``how``: closed, killed, wrong bytes, hang or failed; ``last`` its last counts."""
+    """The outcome of a client's run.
+
+    Attributes:
+        how: One of "closed", "killed", "wrong bytes", "hang" and "failed".
+        why: The reason, with the end of the client's stderr if something went wrong.
+        counts: The last counters that the client reported, by subject and name.
+        rss: The client's memory in bytes after a quarter of its run ("start") and at the end ("end"), or None if it was
+            not closed.
+    """
 
     how: str
     why: str = ""
@@ -31,7 +39,7 @@ class Ending:
 
 
 class Playing:
-    """A running client; its output is read as it comes."""
+    """A running client. Threads read its output as it arrives."""
 
     def __init__(self, role: Role, home: Path) -> None:
         self.role = role
@@ -53,7 +61,10 @@ class Playing:
             reader.start()
 
     def kill_after(self, seconds: float, *, ready: bool) -> Ending:
-        """SIGKILL after so many seconds of acting, or of starting; how it ended, if it ended before."""
+        """Kill the client after ``seconds``, counted from its start or, if ``ready``, from when it is ready.
+
+        Returns how the client ended; it may have ended by itself before.
+        """
         if ready and not self._wait_ready():
             return self.end()
         try:
@@ -64,11 +75,11 @@ class Playing:
         return self.end()
 
     def end(self, more_s: float = 0.0) -> Ending:
-        """Waits for the client's own end."""
+        """Wait until the client ends by itself. A client that hangs is killed."""
         try:
             self._process.wait(self.role.seconds + more_s + _ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGUSR1)  # prints where all its threads are
+            self._process.send_signal(signal.SIGUSR1)  # makes it print the stacks of all its threads
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
             self._process.kill()
@@ -77,7 +88,7 @@ class Playing:
         return self._ending(how)
 
     def kill(self) -> None:
-        """Ends it, whatever it does."""
+        """Kill the client if it is still running."""
         self._process.kill()
         self._stop_listening()
 
@@ -90,7 +101,7 @@ class Playing:
                 pipe.close()
 
     def _wait_ready(self) -> bool:
-        """Whether it has read everything back; False once it has ended or is overdue."""
+        """Wait until the client has read everything back. Returns False if it ends earlier or takes too long."""
         for _ in range(int(_ENDS_WITHIN_S / 0.1)):
             if self._ready.wait(0.1) or self._process.poll() is not None:
                 return self._ready.is_set()
@@ -105,7 +116,7 @@ class Playing:
 
     def _listen(self, lines: IO[str]) -> None:
         for line in lines:
-            if line.endswith("\n"):  # a kill may cut the last one
+            if line.endswith("\n"):  # a kill may truncate the last line
                 self._said.update(json.loads(line))
                 if self._said.get("ready"):
                     self._ready.set()
@@ -117,6 +128,6 @@ class Playing:
 
 
 def arguments(role: Role) -> list[str]:
-    """What plays this client again."""
+    """Return the command-line arguments that run a client with this role."""
     named = ["--kind", role.kind, "--profile", role.profile, "--seed", str(role.seed)]
     return [*named, "--seconds", str(role.seconds), *(["--plant"] if role.plant else [])]

@@ -1,4 +1,4 @@
-"""Waits that must end, unless acknowledgements are being lost: then they are given up."""
+"""Functions with which clients wait for the store. If acks are being lost, they give up early, without an error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ _SLICE_S = 0.2
 
 
 def losing(trouble: Trouble | None) -> bool:
-    """Whether acknowledgements are being lost, or were."""
+    """Return whether acks are being lost or were lost."""
     return trouble is not None and trouble.losing
 
 
 def wait_final(lease: Lease, trouble: Trouble | None) -> LeaseState:
-    """READY or FAILED; PENDING only where acknowledgements are lost. Overdue if it does not end."""
+    """Wait until a lease is READY or FAILED, and return its state, which is PENDING only if acks are lost.
+
+    Raises:
+        Overdue: The lease is still PENDING after ``PATIENCE_S`` seconds, although no ack is lost.
+    """
     deadline = monotonic() + PATIENCE_S
     while (state := lease.wait(0.02 if losing(trouble) else _SLICE_S)) is LeaseState.PENDING:
         if losing(trouble):
@@ -30,7 +34,11 @@ def wait_final(lease: Lease, trouble: Trouble | None) -> LeaseState:
 
 
 def wait_idle(store: TierStore, trouble: Trouble | None) -> bool:
-    """True once nothing is under way; False only where acknowledgements are lost. Overdue if it does not end."""
+    """Wait until nothing is in flight. Returns True, or False if acks are lost and something is still in flight.
+
+    Raises:
+        Overdue: Something is still in flight after ``PATIENCE_S`` seconds, although no ack is lost.
+    """
     deadline = monotonic() + PATIENCE_S
     while not store.drain(0.02 if losing(trouble) else _SLICE_S):
         if losing(trouble):

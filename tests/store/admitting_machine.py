@@ -1,4 +1,4 @@
-"""The store's state machine where not every page is worth a write to the disk."""
+"""The store's state machine with an admission policy that keeps some pages off the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.types import PageKey, Tier
 
 
 class AdmittingMachine(SecretMachine):
-    """What is asked to be on disk gets there, what goes there by itself takes the pages before it along."""
+    """Checks that pages demoted to disk are stored, and that admission refuses no page that precedes a stored one."""
 
     shapes: ClassVar[list[Shape]] = [(HOST, 200), (1, 200), (None, 200), (HOST, 6)]
     nvme_more: ClassVar[dict[str, object]] = {"admission": "second_hit"}
@@ -21,7 +21,7 @@ class AdmittingMachine(SecretMachine):
     @precondition(lambda self: self.roomy)
     @rule(keys=sequences)
     def send_down(self, keys: list[PageKey]) -> None:
-        """Pages are written and demoted to the disk at once."""
+        """Write pages and demote them to the disk immediately."""
         self.write(keys)
         readable = {key for key in keys if self.running.store.match([key]).num_pages}
         wanted = self.must_be_stored & readable
@@ -47,6 +47,6 @@ class AdmittingMachine(SecretMachine):
 
 
 class WorthyMachine(AdmittingMachine):
-    """By expected worth, and with a budget that is soon used up."""
+    """Admits pages by expected cost, with a daily write budget that is soon used up."""
 
     nvme_more: ClassVar[dict[str, object]] = {"admission": "cost", "daily_writes": "100KiB"}

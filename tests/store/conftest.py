@@ -1,4 +1,4 @@
-"""A store of a few pages in every tier, held to its invariants when a test ends."""
+"""Fixtures for a store with a few pages in every tier. Its invariants are checked when a test ends."""
 
 from __future__ import annotations
 

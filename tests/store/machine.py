@@ -1,7 +1,7 @@
-"""A state machine over a whole store against a plain model: what each page holds, who holds it, what was flushed.
+"""A state machine that compares a whole store with a reference model of page contents, leases and flushed pages.
 
-Nothing is simulated: the copies, the arena and LMDB are the real ones, with gates between; commands and acks cross a
-wire as pickled bytes. The model knows only what a caller may rely on, and no rule depends on how fast things are.
+Nothing is simulated: the copies, the arena and LMDB are the real ones, with gates in front of them. Commands and acks
+are exchanged as pickled bytes. The model contains only what a caller can rely on, and no rule depends on timing.
 """
 
 from __future__ import annotations
@@ -51,38 +51,43 @@ lanes = st.sampled_from([OUT, IN, DOWN, UP, *DIRECT])
 
 @dataclass
 class Held:
-    """An open lease, and the pages put under it with their slots."""
+    """An open lease, and the pages that were put with it, with their slots."""
 
     lease: Lease
     sealed: list[tuple[PageKey, int]]
     settled: tuple[int, ...] | None = None
     failed: bool = False
-    """A page sealed under it was never written."""
+    """Whether a page put under this lease was never written."""
 
     @property
     def pages(self) -> list[tuple[PageKey, int]]:
-        """All pages that it keeps, with their slots."""
+        """All pages that this lease pins, with their slots."""
         return [*zip(self.lease.keys, self.lease.slots, strict=False), *self.sealed]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """``written``: keys ever put; ``flushed``: those a restart must find; ``gone``: those that must not come back.
+    """Calls the methods of a store in random order, and checks its promises against a model.
 
-    ``may_be_stored``: keys that a request without memory_only has named, or had before them; ``must_be_stored``: those
-    of them that no memory-only request has named since. ``tangled``: sequences that a lease has made follow each other.
+    Attributes:
+        written: Keys that were ever put.
+        flushed: Keys that must be found after a restart.
+        gone: Keys that were evicted from all tiers or cleared, and not put again. They must not be found.
+        may_be_stored: Keys that were put without ``memory_only``, and the keys before them.
+        must_be_stored: Keys in ``may_be_stored`` that no memory-only put has named since. A flush must write them.
+        tangled: Keys that were put under a lease, and the keys of that lease, which precede them.
     """
 
     shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (None, 200), (HOST, 6)]
-    """Pages of HOST and of NVMe, None where there is no such tier."""
+    """Capacities of HOST and NVMe in pages, to choose from. None leaves the tier out."""
 
     host_more: ClassVar[dict[str, object]] = {}
-    """More about HOST."""
+    """Additional settings of HOST."""
 
     nvme_more: ClassVar[dict[str, object]] = {}
-    """More about NVMe."""
+    """Additional settings of NVMe."""
 
     patience_s = PATIENCE_S
-    """How long something may take before it counts as hanging."""
+    """Seconds after which an operation counts as hanging."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.must_be_stored: set[PageKey] = set()
         self.tangled: set[PageKey] = set()
         self.told: dict[Tier, set[PageKey]] = {}
-        """Where pages are, from what a watch was told."""
+        """The pages in each tier, according to the changes that the watch reported."""
         self.revision = 0
         self.failures_planned = 0
 
@@ -127,12 +132,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.bench.store.watch(self.hear)
 
     def readable(self) -> dict[Tier, set[PageKey]]:
-        """The pages that each tier has."""
+        """Return the readable pages of each tier."""
         tables = self.running.directory.residency.tables
         return {tier: {k for k, copy in table.copies.items() if copy.ready} for tier, table in tables.items()}
 
     def hear(self, change: PageChange) -> None:
-        """What a watch is told."""
+        """Record a change that the watch reports."""
         there = self.told[change.tier]
         assert (change.key in there) is not change.came, "a page came twice, or left without being there"
         (there.add if change.came else there.remove)(change.key)
@@ -146,11 +151,11 @@ class StoreMachine(RuleBasedStateMachine):
         return [gate for gate in (self.running.mover.copies, self.running.mover.records) if gate is not None]
 
     def gate(self, lane: Lane) -> Gate | None:
-        """The gate at which a lane of this store stands; None if it has no such lane."""
+        """Return the gate in front of a lane, or None if this store has no such lane."""
         records = Tier.NVME in lane
         return self.running.mover.records if records else self.running.mover.copies
 
-    # -- what callers do ----------------------------------------------------------------------------------------
+    # -- calls to the store -------------------------------------------------------------------------------------
 
     @rule(n=st.integers(1, 3))
     def allocate(self, n: int) -> None:
@@ -163,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.owned += slots
 
     def take(self, n: int) -> list[int]:
-        """Slots that nobody else can be using."""
+        """Allocate slots, and assert that none of them is in use."""
         slots = self.running.store.allocate(n, timeout_s=0.0)
         used = {slot for event, late in self.lingering if event.pending for slot in late}
         used |= self.being_written()
@@ -172,17 +177,17 @@ class StoreMachine(RuleBasedStateMachine):
         return slots
 
     def being_written(self) -> set[int]:
-        """Slots that were put and whose bytes are not there yet."""
+        """Return the slots that were put but are not written yet."""
         return {slot for _, _, slots in self.unwritten for slot in slots}
 
     def pinned_slots(self) -> list[int]:
-        """Slots whose bytes somebody relies on."""
+        """Return the slots of the leased pages and of the pages put under a lease."""
         leased = [slot for held in self.held for slot in (held.settled or ())]
         return leased + [slot for held in self.held for _, slot in held.sealed]
 
     @rule(keys=sequences, tier=below, stall=st.booleans(), broken=st.integers(0, 9))
     def acquire_from_below(self, keys: list[PageKey], tier: Tier, stall: bool, broken: int) -> None:
-        """The pages are written, sent down, and asked for while the ways up are stalled or break."""
+        """Write pages, demote them, and acquire them while copies to the upper tiers are stalled or fail."""
         if tier not in self.running.directory.residency.tables:
             return
         self.write(keys)
@@ -201,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(keys=sequences)
     def write(self, keys: list[PageKey], secret: bool = False) -> None:
-        """What an engine does, if there is room. ``secret``: memory-only."""
+        """Allocate, fill and put pages, if there is space. ``secret`` tells whether they are memory-only."""
         with suppress(CapacityError):
             slots = self.take(len(keys))
             self.fill(keys, slots)
@@ -209,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.was_put(keys, keys, secret)
 
     def was_put(self, keys: list[PageKey], prefix: list[PageKey], secret: bool) -> None:
-        """``prefix``: the pages up to the last one put."""
+        """Update the model after a put. ``prefix`` is the sequence up to and including the last page that was put."""
         self.written.update(keys)
         self.gone.difference_update(keys)
         if secret:
@@ -262,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def fail_writing(self, which: int) -> None:
-        """The device of a writer fails: nobody may be served what its slots hold."""
+        """Make the device of a writer fail. The pages in its slots must not be served to any caller."""
         if not self.unwritten:
             return
         event, _, slots = self.unwritten.pop(which % len(self.unwritten))
@@ -281,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.running.store.free([slot], after=self.later([slot]) if late else None)
 
     def later(self, slots: list[int]) -> ManualEvent:
-        """An event to come; until then the slots are in use."""
+        """Return an event that has not occurred yet. The slots are in use until it occurs."""
         self.events.append(ManualEvent())
         self.lingering.append((self.events[-1], slots))
         return self.events[-1]
@@ -336,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def evict_what_is_arriving(self, which: int) -> None:
-        """Its slot must wait for the copy that still writes it."""
+        """Evict a page that is still being loaded. Its slot must not be reused before the copy into it has ended."""
         hbm = self.running.directory.residency.tables[Tier.HBM]
         arriving = sorted(key for key, copy in hbm.copies.items() if not copy.ready)
         if arriving:
@@ -348,7 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert need in ("will_need", "wont_need", "retain")
         self.running.store.hint(Hint("r", self.revision, tuple(keys), need))  # type: ignore[arg-type]
 
-    # -- what the world does ------------------------------------------------------------------------------------
+    # -- delays and faults --------------------------------------------------------------------------------------
 
     @rule(lane=lanes)
     def stall(self, lane: Lane) -> None:
@@ -384,7 +389,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert held.lease.wait(0.0) is not LeaseState.PENDING
 
     def calm(self) -> None:
-        """All gates are open; whatever can end has ended."""
+        """Open all gates, and wait until everything that can end has ended."""
         self.running.open_gates()
         if self.events or self.unwritten:
             self.running.store.drain(0.0)
@@ -402,9 +407,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         readable = {key for key in self.written if self.running.store.match([key]).num_pages}
         nvme = self.running.directory.residency.tables[Tier.NVME]
-        while (
-            self.failures_planned
-        ):  # these flushes meet the planned failures and count their pages as failed
+        while self.failures_planned:  # these flushes hit the planned failures
             self.failures_planned -= 1
             self.running.store.flush()
         self.running.store.flush()
@@ -421,7 +424,7 @@ class StoreMachine(RuleBasedStateMachine):
         if evict < 3:
             self.evict(keys, None, evict)
         self.let_everyone_go()
-        # A page put under a lease may have got a parent that its record, written before, does not name.
+        # A page put under a lease may have a new parent, which its record, written earlier, does not name.
         told = sorted(self.flushed - self.tangled)
         parents = {page["key"]: page["parent"] for page in self.running.store.explain(told)}
         self.running.store.close()
@@ -436,7 +439,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert parents == {page["key"]: page["parent"] for page in found}
 
     def let_everyone_go(self) -> None:
-        """Nobody holds anything any more; everything written is done."""
+        """Release all leases and slots, and complete all writes and events."""
         self.running.open_gates()
         for event, keys, slots in self.unwritten:
             self.fill(keys, slots)
@@ -448,14 +451,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.running.store.free(self.owned)
         self.unwritten, self.events, self.held, self.owned = [], [], [], []
 
-    # -- what always holds --------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
     def every_leased_page_has_the_bytes_of_its_key(self) -> None:
         if self.bench is None:
             return
         for gate in self.gates():
-            gate.settle()  # what has passed a gate has ended: the same choices always lead to the same state
+            gate.settle()  # transfers that passed a gate have ended, so the same choices always lead to the same state
         pages = page_tensor(self.running.store)
         writing = self.being_written()
         for held in self.held:
@@ -535,5 +538,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_everyone_go()
         directory = self.running.directory
         if directory.space.failing:
-            directory.writeback._next_spill = 0.0  # a disk that failed is asked again by the next timed spill
+            # Timed retries are disabled during a test, and only they try a failed copy again if nobody puts a page.
+            directory.writeback._next_spill = directory.writeback._next_try = 0.0
         require_nothing_held(self.running.store, self.patience_s)

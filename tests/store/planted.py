@@ -1,4 +1,4 @@
-"""Bugs to plant in the store, each a small change of what the code does, by the name of what goes wrong."""
+"""Bugs to plant in the store. Each is a small change of the code's behaviour, named after what goes wrong."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def a_page_that_was_not_tried_loses_its_record(patch: pytest.MonkeyPatch) -> Non
 
 @BUGS_OF_ENCODED_MEMORY.bug
 def pages_lose_more_than_the_codec_says(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pages, "STEADY", None)  # as if it lost something of these
+    patch.setattr(pages, "STEADY", None)  # the codec now changes the content of the pages
 
 
 @BUGS_OF_ENCODED_MEMORY.bug

@@ -1,4 +1,4 @@
-"""The store's state machine with callers whose pages must never touch the disk."""
+"""The store's state machine with callers whose pages must never be written to disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rarely = st.sampled_from([False, False, True])
 
 
 class SecretMachine(StoreMachine):
-    """What is put with ``memory_only`` besides what is put without."""
+    """Puts some pages with ``memory_only`` and the others without."""
 
     @rule(keys=prefixes)
     def write_secret(self, keys: list[PageKey]) -> None:
@@ -30,7 +30,7 @@ class SecretMachine(StoreMachine):
     def write_the_next_page(
         self, keys: list[PageKey], held: int, begun: bool, secret: bool, flush: bool
     ) -> None:
-        """A request that finds the first pages of a sequence writes the one after them."""
+        """Acquire the first pages of a sequence, and put the next page under the lease."""
         if held >= len(keys):
             return
         if begun:

@@ -1,4 +1,4 @@
-"""The store's state machine over a disk that hangs now and then: reads are told late, and end long after."""
+"""The store's state machine with a disk that sometimes hangs: reads are reported as late and end much later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 
 class SickMachine(StoreMachine):
-    """A late page is a miss, its slot nobody's until the read ends, its record and those of untried pages are kept."""
+    """The store's state machine, with reads that are late.
+
+    A late page counts as a miss. Its slot is not reused until the read ends. Its record is kept, as are the records of
+    pages whose reads were not attempted.
+    """
 
     shapes: ClassVar[list[Shape]] = [(HOST, 200), (1, 200), (None, 200)]
 
@@ -30,7 +34,7 @@ class SickMachine(StoreMachine):
             return
         self.running.store.poll()
         assert all(tables[Tier.NVME].ready(key) for key in stored), "a record went that was not read"
-        if Tier.HOST not in tables:  # nothing else is on its way to this lease
+        if Tier.HOST not in tables:  # no other page is in flight to this lease
             state = self.held[-1].lease.wait(0.0)
             assert state is not LeaseState.PENDING, "somebody waits for a page that is late"
 

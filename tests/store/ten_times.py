@@ -1,6 +1,6 @@
-"""A program against the public API: fills ten times HBM and HOST, reads all back in random order; run again, reads.
+"""A program that uses only the public API. It writes ten times the capacity of HBM and HOST, and reads all pages back.
 
-python ten_times.py DIR
+It reads in random order. If the directory exists already, it only reads. Usage: ``python ten_times.py DIR``.
 """
 
 from __future__ import annotations

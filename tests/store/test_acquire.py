@@ -1,4 +1,4 @@
-"""acquire and wait: what is covered, what is missing, when it is ready, how a failure cuts it."""
+"""Tests of acquire and wait: covered and missing pages, when a lease is ready, and how a failure truncates it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
 
-def test_a_miss_is_a_value(store: TierStore) -> None:
+def test_acquire_of_missing_pages_returns_an_empty_lease(store: TierStore) -> None:
     keys = chain(3)
     with store.acquire(keys) as lease:
         assert lease.wait(0.0) is LeaseState.READY
         assert (lease.num_pages, lease.slots, lease.missing) == (0, [], list(keys))
 
 
-def test_no_keys_are_a_lease_of_nothing(store: TierStore) -> None:
+def test_acquire_without_keys_returns_an_empty_lease(store: TierStore) -> None:
     with store.acquire([]) as lease:
         assert lease.wait(0.0) is LeaseState.READY
         assert (lease.num_pages, lease.missing) == (0, [])
@@ -84,21 +84,21 @@ def test_wait_that_times_out_is_pending_and_changes_nothing(bench: Bench) -> Non
         lease.ready(1, timeout_s=0.0)
     bench.copies.open()
     event = lease.ready(1, timeout_s=PATIENCE_S)
-    if event is not None:  # on a card, where the copy may be under way
+    if event is not None:  # on a GPU, where the copy may still be in flight
         event.synchronize()
-    bench.settle()  # the bytes are there before the store has heard of it
+    bench.settle()  # the bytes arrive before the store has processed the ack
     assert lease.wait(0.0) is LeaseState.READY
     require_right(bench.store, lease)
     lease.release()
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 99])
-def test_ready_of_a_layer_that_is_not_there_is_a_value_error(store: TierStore, layer: int) -> None:
+def test_ready_of_a_missing_layer_is_a_value_error(store: TierStore, layer: int) -> None:
     with store.acquire([]) as lease, pytest.raises(ValueError, match="layer"):
         lease.ready(layer)
 
 
-def test_what_has_no_room_is_missing_and_acquire_does_not_wait(bench: Bench) -> None:
+def test_pages_without_space_are_missing_and_acquire_does_not_wait(bench: Bench) -> None:
     keys = chain(4)
     write_down(bench.store, keys, Tier.HOST)
     mine = bench.store.allocate(2)
@@ -138,7 +138,7 @@ def test_a_leased_page_keeps_its_slot_under_pressure(store: TierStore) -> None:
 
 @pytest.mark.parametrize("lane", [IN, UP])
 def test_a_page_that_fails_cuts_the_lease_before_it(bench: Bench, lane: tuple[Tier, Tier]) -> None:
-    # F017, F019: pages >= k are not exposed, nothing stale is readable
+    # F017, F019: pages from the failed one on are not exposed, and no stale bytes are readable
     keys = chain(4)
     write_down(bench.store, keys, lane[0])
     gate = bench.copies if lane == IN else bench.records
@@ -166,7 +166,7 @@ def test_a_lease_whose_first_page_fails_is_failed(bench: Bench, lane: tuple[Tier
     assert tier_stats(bench.store, Tier.HBM)["pinned"] == 0
 
 
-def test_a_page_that_failed_its_read_is_gone_from_the_catalogue_and_told(bench: Bench) -> None:
+def test_a_page_that_failed_its_read_is_removed_from_the_catalogue_and_reported(bench: Bench) -> None:
     keys = chain(2)
     write_down(bench.store, keys, Tier.NVME)
     bench.records.fail_next(UP, 0)
@@ -179,7 +179,7 @@ def test_a_page_that_failed_its_read_is_gone_from_the_catalogue_and_told(bench: 
     assert read(bench.store, keys) == 2
 
 
-def test_what_matched_may_be_gone_and_acquire_says_how_much_is_left(store: TierStore) -> None:
+def test_acquire_reports_how_many_matched_pages_are_left(store: TierStore) -> None:
     # F044
     keys = chain(4)
     write(store, keys)
@@ -202,8 +202,8 @@ def test_hits_and_misses_add_up_to_the_pages_asked(bench: Bench) -> None:
     assert counter(store, "misses_pages", "after_gap") == 1
 
 
-def test_what_had_no_room_is_not_pushed_out_by_the_room_made_for_it() -> None:
-    """HBM is full of unsaved pages: they go down before the next try, in place of others than those asked for."""
+def test_requested_pages_are_not_evicted_to_make_space_for_the_request() -> None:
+    """HBM is full of unsaved pages. Saving them to HOST must not evict the pages that are requested again and again."""
     with TierStore.open(tiers(4, 8), SPEC) as store:
         wanted, other, last = chain(3, "wanted"), chain(4, "other"), chain(4, "last")
         for keys in (wanted, other, last):
@@ -216,7 +216,7 @@ def test_what_had_no_room_is_not_pushed_out_by_the_room_made_for_it() -> None:
         assert served == 3
 
 
-def test_a_lease_says_why_its_first_missing_page_is_missing(tmp_path: Path) -> None:
+def test_lease_reports_why_its_first_missing_page_is_missing(tmp_path: Path) -> None:
     with TierStore.open(tiers(2, 8, tmp_path / "store"), SPEC) as store:
         keys = chain(4)
         write_each(store, keys)
@@ -233,7 +233,7 @@ def test_a_lease_says_why_its_first_missing_page_is_missing(tmp_path: Path) -> N
             assert lease.missing_because == "evicted"
 
 
-def test_what_is_no_list_of_keys_is_refused_and_does_not_look_like_a_miss() -> None:
+def test_an_invalid_list_of_keys_is_refused_and_not_counted_as_a_miss() -> None:
     with TierStore.open(tiers(2, 2), SPEC) as store:
         (key,) = chain(1)
         wrong_keys: list[Any] = [key, [1, 2], "text"]
@@ -244,9 +244,7 @@ def test_what_is_no_list_of_keys_is_refused_and_does_not_look_like_a_miss() -> N
 
 
 @pytest.mark.parametrize("flag", ["yes", 1, 0, None])
-def test_a_flag_that_is_neither_true_nor_false_is_refused_and_nothing_changes(
-    store: TierStore, flag: Any
-) -> None:
+def test_non_bool_flag_is_refused_and_nothing_changes(store: TierStore, flag: Any) -> None:
     keys = chain(1)
     (slot,) = store.allocate(1)
     for name, call in (

@@ -1,4 +1,4 @@
-"""Which pages go to the disk by themselves, with each admission and a budget of writes; and that who asks is heard."""
+"""Tests of admission policies and write budgets: which pages are written automatically, and which on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(
 
 
 def stored(bench: Bench, keys: Sequence[PageKey]) -> list[bool]:
-    """Which of the pages are on disk once all that goes there by itself has gone."""
+    """Wait until all automatic writes have ended. Return, for each page, whether it is on disk."""
     for _ in range(3):
         assert bench.store.drain(PATIENCE_S)
     while bench.directory.writeback.next_spill is not None:
@@ -53,7 +53,7 @@ def admission_stats(store: TierStore) -> dict[str, int | None]:
 
 
 @pytest.mark.parametrize("host", [4, 1, None])
-def test_a_page_that_nobody_asks_for_again_is_never_written(tmp_path: Path, host: int | None) -> None:
+def test_page_never_requested_again_is_never_written(tmp_path: Path, host: int | None) -> None:
     bench = opened(tmp_path, "second_hit", host=host)
     names = [chain(3, str(i)) for i in range(12)]
     for keys in names:
@@ -72,7 +72,7 @@ def test_a_page_that_nobody_asks_for_again_is_never_written(tmp_path: Path, host
     bench.close()
 
 
-def test_a_refused_page_says_so_where_it_waits_and_when_it_is_gone(tmp_path: Path) -> None:
+def test_a_refused_page_is_explained_while_it_waits_and_when_it_is_evicted(tmp_path: Path) -> None:
     bench = opened(tmp_path, "second_hit")
     keys = chain(3)
     write(bench.store, keys)
@@ -86,7 +86,7 @@ def test_a_refused_page_says_so_where_it_waits_and_when_it_is_gone(tmp_path: Pat
     bench.close()
 
 
-def test_a_page_that_is_hit_is_written_with_those_before_it_and_not_with_those_after(tmp_path: Path) -> None:
+def test_a_page_that_is_hit_is_written_with_earlier_pages_and_not_with_later_ones(tmp_path: Path) -> None:
     bench = opened(tmp_path, "second_hit")
     keys = chain(3)
     write(bench.store, keys)
@@ -95,7 +95,7 @@ def test_a_page_that_is_hit_is_written_with_those_before_it_and_not_with_those_a
     bench.close()
 
 
-def test_a_page_that_is_put_again_after_it_left_is_written(tmp_path: Path) -> None:
+def test_page_put_again_after_its_eviction_is_written(tmp_path: Path) -> None:
     bench = opened(tmp_path, "second_hit")
     keys = chain(3)
     write(bench.store, keys)
@@ -107,7 +107,7 @@ def test_a_page_that_is_put_again_after_it_left_is_written(tmp_path: Path) -> No
     bench.close()
 
 
-def test_a_page_put_anew_while_it_is_held_counts_as_a_hit(tmp_path: Path) -> None:
+def test_a_page_put_again_while_it_is_leased_counts_as_a_hit(tmp_path: Path) -> None:
     bench = opened(tmp_path, "second_hit")
     keys = chain(2)
     write(bench.store, keys)
@@ -117,9 +117,7 @@ def test_a_page_put_anew_while_it_is_held_counts_as_a_hit(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("admission", ["second_hit", "cost"])
-def test_what_is_asked_to_be_on_disk_is_written_whatever_admission_thinks(
-    tmp_path: Path, admission: str
-) -> None:
+def test_pages_requested_on_disk_are_written_regardless_of_admission(tmp_path: Path, admission: str) -> None:
     bench = opened(tmp_path, admission, daily_writes=1)
     keys, others, more = chain(3), chain(2, "o"), chain(3, "m")
     write(bench.store, keys)
@@ -137,7 +135,7 @@ def test_what_is_asked_to_be_on_disk_is_written_whatever_admission_thinks(
 
 
 @pytest.mark.parametrize("admission", ["all", "second_hit", "cost"])
-def test_what_is_on_disk_is_not_written_again(tmp_path: Path, admission: str) -> None:
+def test_pages_on_disk_are_not_written_again(tmp_path: Path, admission: str) -> None:
     bench = opened(tmp_path, admission)
     keys = chain(3)
     write(bench.store, keys)
@@ -156,7 +154,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path, admission: str) ->
     bench.close()
 
 
-def test_a_day_s_budget_stops_what_goes_to_disk_by_itself_and_nothing_else(tmp_path: Path) -> None:
+def test_a_daily_budget_stops_automatic_writes_and_nothing_else(tmp_path: Path) -> None:
     probe = opened(tmp_path / "probe", "all")
     record = probe.directory.residency.tables[Tier.NVME].record_nbytes
     probe.close()
@@ -182,7 +180,7 @@ def test_a_day_s_budget_stops_what_goes_to_disk_by_itself_and_nothing_else(tmp_p
     bench.close()
 
 
-def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path: Path) -> None:
+def test_a_budget_too_small_for_the_earlier_pages_refuses_a_page(tmp_path: Path) -> None:
     probe = opened(tmp_path / "probe", "all")
     record = probe.directory.residency.tables[Tier.NVME].record_nbytes
     probe.close()
@@ -196,7 +194,7 @@ def test_a_budget_that_has_no_room_for_the_pages_before_one_refuses_it(tmp_path:
     bench.close()
 
 
-def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
+def test_engine_pages_go_through_admission(tmp_path: Path) -> None:
     owner, second_hit = {"owner": "engine"}, {"admission": "second_hit"}
     config = tiers(SLOTS, 8, tmp_path, hbm_more=owner, nvme_more=second_hit)
     bench, engine = open_bench(config, SPEC, spill=True, pump=True), page_major()
@@ -220,7 +218,7 @@ def test_pages_of_an_engine_are_asked_about_too(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_as_long_as_nothing_is_known_cost_writes_everything(tmp_path: Path) -> None:
+def test_cost_writes_everything_before_it_has_statistics(tmp_path: Path) -> None:
     bench = opened(tmp_path, "cost")
     keys = chain(3)
     write(bench.store, keys)
@@ -228,7 +226,7 @@ def test_as_long_as_nothing_is_known_cost_writes_everything(tmp_path: Path) -> N
     bench.close()
 
 
-def test_on_a_full_disk_cost_keeps_out_pages_of_a_kind_that_nobody_asks_for(tmp_path: Path) -> None:
+def test_on_a_full_disk_cost_refuses_kinds_that_are_never_requested(tmp_path: Path) -> None:
     bench = opened(tmp_path, "cost", nvme_pages=12)
     chat = chain(3, "chat")
     write(bench.store, chat)

@@ -1,4 +1,4 @@
-"""Seconds, slots, counts and layers that are none: refused at the door, before anything has changed."""
+"""Test that invalid seconds, slots, counts and layers are rejected before anything changes."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ WAITS: list[Callable[[TierStore, Any], object]] = [
 
 @pytest.mark.parametrize("wait", WAITS, ids=range(len(WAITS)))
 @pytest.mark.parametrize("timeout_s", NO_DURATIONS)
-def test_a_wait_that_would_have_no_end_or_none_that_is_known_is_refused(
+def test_wait_rejects_nan_and_negative_timeouts(
     store: TierStore, wait: Callable[[TierStore, Any], object], timeout_s: Any
 ) -> None:
-    """A NaN is never over: whoever waited for it would wait for ever."""
+    """A wait with a timeout of NaN would never end, because no comparison with NaN is true."""
     with pytest.raises(ValueError, match=r"timeout_s must be a number of seconds, 0 or more, got "):
         wait(store, timeout_s)
     assert tier_stats(store, Tier.HBM)["free"] == 4
@@ -66,7 +66,7 @@ def test_a_wait_that_would_have_no_end_or_none_that_is_known_is_refused(
 
 @pytest.mark.parametrize("wait", WAITS, ids=range(len(WAITS)))
 @pytest.mark.parametrize("timeout_s", NO_NUMBERS)
-def test_a_wait_for_what_is_no_number_is_refused(
+def test_non_numeric_timeout_is_refused(
     store: TierStore, wait: Callable[[TierStore, Any], object], timeout_s: Any
 ) -> None:
     with pytest.raises(TypeError, match=r"timeout_s must be a number of seconds, 0 or more, got "):
@@ -77,7 +77,7 @@ def test_a_wait_for_what_is_no_number_is_refused(
 @pytest.mark.parametrize(
     "wait", [lambda lease, s: lease.wait(s), lambda lease, s: lease.ready(0, s)], ids=["wait", "ready"]
 )
-def test_a_lease_refuses_such_waits_and_is_as_good_afterwards(
+def test_lease_refuses_invalid_timeouts_and_stays_usable(
     lease: Lease, wait: Callable[[Lease, Any], object]
 ) -> None:
     for strange in NO_DURATIONS:
@@ -90,7 +90,7 @@ def test_a_lease_refuses_such_waits_and_is_as_good_afterwards(
     lease.release()
 
 
-def test_a_deadline_may_have_passed_but_is_a_time(store: TierStore) -> None:
+def test_deadline_may_have_passed_but_must_be_a_number(store: TierStore) -> None:
     write(store, chain(2))
     for strange in NO_TIMES:
         with pytest.raises(ValueError, match=r"deadline_s must be a number of seconds, got "):
@@ -103,8 +103,8 @@ def test_a_deadline_may_have_passed_but_is_a_time(store: TierStore) -> None:
             assert lease.num_pages == 2
 
 
-def test_who_waits_for_ever_waits_for_what_he_waits_for() -> None:
-    """Threads refuse infinity: a call with it is to end as it does with any other time that is long enough."""
+def test_an_infinite_timeout_waits_until_the_condition_holds() -> None:
+    """Python's threads reject an infinite timeout. The store must treat it like any timeout that is long enough."""
     store = TierStore.open(tiers(hbm=4, host=8), SPEC)
     store.take_hints()
     store.hint(Hint("r", 1, tuple(chain(1))))
@@ -118,7 +118,7 @@ def test_who_waits_for_ever_waits_for_what_he_waits_for() -> None:
 
 
 @pytest.mark.parametrize("by", [*NO_TIMES, "noon", True])
-def test_pages_awaited_by_no_time_are_refused(store: TierStore, by: Any) -> None:
+def test_prefetcher_ready_refuses_invalid_times(store: TierStore, by: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"by must be a number of seconds, got "):
         asyncio.run(Prefetcher(store).ready(chain(1), by))
 
@@ -134,7 +134,7 @@ HINTING: list[tuple[str, Callable[[TierStore, Any], object]]] = [
 
 @pytest.mark.parametrize(("name", "call"), HINTING, ids=[name for name, _ in HINTING])
 @pytest.mark.parametrize("value", [*NO_TIMES, "1", True])
-def test_sources_of_hints_refuse_seconds_that_are_none(
+def test_hint_sources_refuse_invalid_seconds(
     store: TierStore, name: str, call: Callable[[TierStore, Any], object], value: Any
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"{name} must be a .*number of seconds"):
@@ -142,7 +142,7 @@ def test_sources_of_hints_refuse_seconds_that_are_none(
     assert store.take_hints() == []
 
 
-def test_what_is_multiplied_is_finite(store: TierStore) -> None:
+def test_times_that_are_multiplied_must_be_finite(store: TierStore) -> None:
     for call in (lambda: Waiting(store, pace_s=math.inf), lambda: Compute(math.inf)):
         with pytest.raises(ValueError, match="must be a finite number of seconds, got inf"):
             call()
@@ -155,7 +155,7 @@ INTEGERS: list[Callable[[int], Any]] = [np.int64, np.uint8, torch.tensor]
 
 
 @pytest.mark.parametrize("strange", NO_INTEGERS, ids=repr)
-def test_a_slot_that_is_no_integer_is_refused_and_nothing_changes(store: TierStore, strange: Any) -> None:
+def test_non_integer_slot_is_refused_and_nothing_changes(store: TierStore, strange: Any) -> None:
     slots = store.allocate(2)
     for call in (
         lambda: store.put(chain(2), [slots[0], strange]),
@@ -169,7 +169,7 @@ def test_a_slot_that_is_no_integer_is_refused_and_nothing_changes(store: TierSto
 
 
 @pytest.mark.parametrize("strange", NO_INTEGERS, ids=repr)
-def test_an_engines_slot_that_is_no_integer_is_refused_and_nothing_changes(strange: Any) -> None:
+def test_non_integer_engine_slot_is_refused_and_nothing_changes(strange: Any) -> None:
     engine, bench = page_major(), engine_bench()
     store = bench.store
     store.register(engine.pages)
@@ -187,7 +187,7 @@ def test_an_engines_slot_that_is_no_integer_is_refused_and_nothing_changes(stran
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=["int64", "uint8", "torch"])
-def test_integers_of_other_kinds_are_slots(store: TierStore, kind: Callable[[int], Any]) -> None:
+def test_numpy_and_torch_integers_are_accepted_as_slots(store: TierStore, kind: Callable[[int], Any]) -> None:
     keys = chain(2)
     slots = store.allocate(kind(3))
     fill(store, keys, slots[:2])
@@ -200,7 +200,7 @@ def test_integers_of_other_kinds_are_slots(store: TierStore, kind: Callable[[int
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=["int64", "uint8", "torch"])
-def test_integers_of_other_kinds_are_an_engines_slots(kind: Callable[[int], Any]) -> None:
+def test_numpy_and_torch_integers_are_accepted_as_engine_slots(kind: Callable[[int], Any]) -> None:
     engine, bench = page_major(), engine_bench()
     bench.store.register(engine.pages)
     assert_saved_and_loaded(bench.store, engine, kind)
@@ -212,7 +212,7 @@ def engine_bench() -> Bench:
 
 
 def assert_saved_and_loaded(store: TierStore, engine: Engine, kind: Callable[[int], Any]) -> None:
-    """Out of slots 1 and 2, and into 3 and 4."""
+    """Save two pages from slots 1 and 2, and load them into slots 3 and 4. ``kind`` converts the slot numbers."""
     keys = chain(2)
     for key, slot in zip(keys, (1, 2), strict=True):
         engine.fill(slot, key)
@@ -229,9 +229,7 @@ def assert_saved_and_loaded(store: TierStore, engine: Engine, kind: Callable[[in
 
 
 @pytest.mark.parametrize("strange", NO_INTEGERS, ids=repr)
-def test_counts_and_layers_that_are_no_integers_are_refused(
-    store: TierStore, lease: Lease, strange: Any
-) -> None:
+def test_non_integer_counts_and_layers_are_refused(store: TierStore, lease: Lease, strange: Any) -> None:
     with pytest.raises(TypeError, match=r"n must be an integer, got "):
         store.allocate(strange)
     with pytest.raises(TypeError, match=r"layer must be an integer, got "):
@@ -244,7 +242,7 @@ def test_counts_and_layers_that_are_no_integers_are_refused(
     lease.release()
 
 
-def test_counts_and_layers_below_the_first_are_refused(store: TierStore, lease: Lease) -> None:
+def test_out_of_range_counts_and_layers_are_refused(store: TierStore, lease: Lease) -> None:
     with pytest.raises(ValueError, match="n must be an integer of at least 0, got -1"):
         store.allocate(-1)
     for layer in (-1, 2):
@@ -254,8 +252,8 @@ def test_counts_and_layers_below_the_first_are_refused(store: TierStore, lease: 
 
 
 @pytest.mark.parametrize("strange", [True, False, 0, 1, 1.0, np.int64(1), "HOST", [Tier.HOST]], ids=repr)
-def test_what_only_equals_a_tier_is_none(store: TierStore, strange: Any) -> None:
-    """True and 1 equal HOST: pages would be on their way to a tier that has no name."""
+def test_a_value_that_only_equals_a_tier_is_refused(store: TierStore, strange: Any) -> None:
+    """True and 1 equal HOST, so an unchecked value would send pages to a tier that has no name."""
     hint = Hint("r", 1, tuple(chain(2)))
     store.hint(hint)
     write(store, chain(2))
@@ -270,8 +268,8 @@ def test_what_only_equals_a_tier_is_none(store: TierStore, strange: Any) -> None
 
 
 @pytest.mark.parametrize("revision", [1.5, math.nan, True, "1"])
-def test_a_revision_that_is_no_integer_is_refused(revision: Any) -> None:
-    """Neither above nor below another: no later hint would end it."""
+def test_non_integer_revision_is_refused(revision: Any) -> None:
+    """A revision such as NaN is neither above nor below another one, so no later hint could replace this hint."""
     with pytest.raises(ValueError, match=r"Hint\.revision must be an integer, got "):
         Hint("r", revision, tuple(chain(1)))
 
@@ -280,6 +278,6 @@ def test_a_revision_that_is_no_integer_is_refused(revision: Any) -> None:
     ("spec", "found"),
     [(None, "NoneType"), ("x", "str"), (7, "int"), ([SPEC, None], "NoneType"), ({}, "dict")],
 )
-def test_what_is_no_page_spec_is_refused_at_open(spec: Any, found: str) -> None:
+def test_open_refuses_an_object_that_is_not_a_page_spec(spec: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=f"spec must be a PageSpec or a sequence of them, got {found}"):
         TierStore.open(tiers(hbm=4, host=8), spec)

@@ -1,4 +1,4 @@
-"""clear: every page is forgotten, wherever it is or is on its way to, and only what is put afterwards is found."""
+"""Test ``clear``: it removes every page, even in flight, and afterwards only newly put pages are found."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def engines(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
-    """A store whose HBM is the engine's; HOST has two slots."""
+    """Yield a store whose HBM belongs to an engine and whose HOST has two slots."""
     bench = open_engine_bench(engine, host=2, nvme=tmp_path / "disk")
     yield bench
     bench.open_gates()
@@ -64,7 +64,7 @@ def engines(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
 
 
 def require_none_found(bench: Bench, keys: Sequence[PageKey]) -> None:
-    """No page is found now, once everything on its way has ended, or after the directory was opened again."""
+    """Assert that no page is found: now, after all transfers have ended, and on disk after a flush."""
     assert not any(bench.store.match([key]).num_pages for key in keys)
     bench.open_gates()
     assert bench.store.drain(PATIENCE_S)
@@ -73,10 +73,10 @@ def require_none_found(bench: Bench, keys: Sequence[PageKey]) -> None:
     assert records(bench.store) == 0
 
 
-# -- HBM of the store's own ---------------------------------------------------------------------------------------
+# -- HBM that belongs to the store --------------------------------------------------------------------------------
 
 
-def test_every_page_of_every_tier_is_forgotten(bench: Bench, store: TierStore) -> None:
+def test_clear_removes_every_page_of_every_tier(bench: Bench, store: TierStore) -> None:
     on_disk, in_memory, in_hbm = chain(3, "disk"), chain(2, "memory"), chain(4, "hbm")
     write_down(store, on_disk, Tier.NVME)
     write_down(store, in_memory, Tier.HOST)
@@ -88,7 +88,7 @@ def test_every_page_of_every_tier_is_forgotten(bench: Bench, store: TierStore) -
     require_nothing_held(store)
 
 
-def test_more_pages_than_one_hold_of_the_lock_takes_are_forgotten(tmp_path: Path) -> None:
+def test_clear_removes_more_pages_than_one_lock_hold_handles(tmp_path: Path) -> None:
     bench = open_bench(tiers(hbm=80, host=100, nvme=tmp_path), SPEC)
     keys = chain(80)
     write(bench.store, keys)
@@ -99,7 +99,7 @@ def test_more_pages_than_one_hold_of_the_lock_takes_are_forgotten(tmp_path: Path
     bench.close()
 
 
-def test_a_directory_that_is_opened_again_has_no_page_that_was_cleared(tmp_path: Path) -> None:
+def test_reopened_directory_has_no_cleared_page(tmp_path: Path) -> None:
     config = tiers(4, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
         write(store, chain(3))
@@ -114,7 +114,7 @@ def test_a_directory_that_is_opened_again_has_no_page_that_was_cleared(tmp_path:
         assert records(store) == 2
 
 
-def test_erases_alone_can_be_made_durable(store: TierStore) -> None:
+def test_flush_evictions_makes_only_erases_durable(store: TierStore) -> None:
     write(store, chain(4))
     store.flush()
     store.clear()
@@ -122,7 +122,7 @@ def test_erases_alone_can_be_made_durable(store: TierStore) -> None:
     assert records(store) == 0
 
 
-def test_a_page_that_is_put_again_is_kept_as_ever(store: TierStore) -> None:
+def test_page_put_again_after_a_clear_is_kept(store: TierStore) -> None:
     keys = chain(3)
     write(store, keys)
     store.flush()
@@ -134,7 +134,7 @@ def test_a_page_that_is_put_again_is_kept_as_ever(store: TierStore) -> None:
     assert read_soon(store, keys) == 3
 
 
-def test_a_lease_keeps_its_bytes_until_its_release_and_nobody_else_finds_them(store: TierStore) -> None:
+def test_a_lease_keeps_its_bytes_until_release_and_no_other_request_finds_them(store: TierStore) -> None:
     keys = chain(2)
     write(store, keys)
     with store.acquire(keys) as lease:
@@ -150,7 +150,7 @@ def test_a_lease_keeps_its_bytes_until_its_release_and_nobody_else_finds_them(st
     require_nothing_held(store)
 
 
-def test_a_lease_ends_before_its_first_page_on_its_way_and_nothing_that_lands_is_found(bench: Bench) -> None:
+def test_clear_cuts_leases_at_the_first_page_in_flight_and_hides_late_arrivals(bench: Bench) -> None:
     here, coming = chain(1), chain(2, "coming")
     write_down(bench.store, coming, Tier.HOST)
     write(bench.store, here)
@@ -164,7 +164,7 @@ def test_a_lease_ends_before_its_first_page_on_its_way_and_nothing_that_lands_is
     require_nothing_held(bench.store)
 
 
-def test_a_page_on_its_way_up_from_disk_does_not_come_back(bench: Bench) -> None:
+def test_a_page_in_flight_from_disk_is_not_found_after_a_clear(bench: Bench) -> None:
     keys = chain(3)
     write_down(bench.store, keys, Tier.NVME)
     bench.records.hold(UP)
@@ -176,7 +176,7 @@ def test_a_page_on_its_way_up_from_disk_does_not_come_back(bench: Bench) -> None
     require_nothing_held(bench.store)
 
 
-def test_a_page_on_its_way_down_does_not_come_back_when_the_disk_goes_on(bench: Bench) -> None:
+def test_a_page_in_flight_to_disk_is_not_found_when_the_disk_continues(bench: Bench) -> None:
     keys = chain(3)
     write(bench.store, keys)
     assert bench.store.drain(PATIENCE_S)
@@ -188,7 +188,7 @@ def test_a_page_on_its_way_down_does_not_come_back_when_the_disk_goes_on(bench: 
     require_nothing_held(bench.store)
 
 
-def test_a_page_that_is_put_again_while_its_old_copies_are_on_their_way_has_its_new_bytes(
+def test_a_page_put_again_while_its_old_copies_are_in_flight_has_its_new_bytes(
     bench: Bench,
 ) -> None:
     keys = chain(2)
@@ -205,7 +205,7 @@ def test_a_page_that_is_put_again_while_its_old_copies_are_on_their_way_has_its_
     assert read_soon(bench.store, keys) == 2
 
 
-def test_a_flush_under_way_does_not_wait_for_what_was_cleared_and_counts_none_as_failed(bench: Bench) -> None:
+def test_running_flush_does_not_wait_for_cleared_pages_or_count_them_as_failed(bench: Bench) -> None:
     write(bench.store, chain(3))
     assert bench.store.drain(PATIENCE_S)
     bench.records.hold(DOWN)
@@ -220,7 +220,7 @@ def test_a_flush_under_way_does_not_wait_for_what_was_cleared_and_counts_none_as
     require_none_found(bench, chain(3))
 
 
-def test_a_slot_that_is_still_written_is_nobodys_until_its_event(bench: Bench, store: TierStore) -> None:
+def test_slot_being_written_is_not_reused_until_its_event(bench: Bench, store: TierStore) -> None:
     keys, event = chain(2), ManualEvent()
     slots = store.allocate(2)
     store.put(keys, slots, after=event)
@@ -234,7 +234,7 @@ def test_a_slot_that_is_still_written_is_nobodys_until_its_event(bench: Bench, s
     require_nothing_held(store)
 
 
-def test_a_page_that_is_put_again_before_the_first_writer_is_done_is_the_second_ones(
+def test_page_put_again_before_the_first_writer_ends_belongs_to_the_second(
     store: TierStore,
 ) -> None:
     keys, first, second = chain(1), ManualEvent(), ManualEvent()
@@ -254,7 +254,7 @@ def test_a_page_that_is_put_again_before_the_first_writer_is_done_is_the_second_
     require_nothing_held(store)
 
 
-def test_a_page_that_had_to_stay_in_memory_may_be_stored_when_it_is_put_again(store: TierStore) -> None:
+def test_cleared_memory_only_page_may_be_stored_when_put_again(store: TierStore) -> None:
     keys = chain(2)
     slots = store.allocate(2)
     fill(store, keys, slots)
@@ -265,7 +265,7 @@ def test_a_page_that_had_to_stay_in_memory_may_be_stored_when_it_is_put_again(st
     assert store.flush() == FlushResult(durable=2)
 
 
-def test_retained_pages_are_forgotten_and_retained_when_they_are_put_again(store: TierStore) -> None:
+def test_cleared_retained_pages_are_retained_when_put_again(store: TierStore) -> None:
     keys = chain(2)
     store.hint(Hint("r", 1, tuple(keys), "retain"))
     write(store, keys)
@@ -277,7 +277,7 @@ def test_retained_pages_are_forgotten_and_retained_when_they_are_put_again(store
     assert sorted(store.staying()) == sorted(keys)
 
 
-def test_a_hint_brings_up_no_page_that_was_cleared(store: TierStore) -> None:
+def test_hint_promotes_no_cleared_page(store: TierStore) -> None:
     keys = chain(2)
     store.take_hints()
     write_down(store, keys, Tier.NVME)
@@ -332,11 +332,11 @@ def test_a_closed_store_cannot_be_cleared() -> None:
         store.clear()
 
 
-# -- HBM of an engine's -------------------------------------------------------------------------------------------
+# -- HBM that belongs to an engine --------------------------------------------------------------------------------
 
 
 def put_six(bench: Bench, engine: Engine, after: ManualEvent | None = None) -> list[PageKey]:
-    """Six pages out of slots 0 to 5: HOST has room for two at a time."""
+    """Put six pages from slots 0 to 5. HOST has space for two pages at a time."""
     keys = chain(6)
     for slot, key in enumerate(keys):
         engine.fill(slot, key)
@@ -344,7 +344,7 @@ def put_six(bench: Bench, engine: Engine, after: ManualEvent | None = None) -> l
     return keys
 
 
-def test_pages_that_wait_in_an_engines_slots_are_given_up(engines: Bench, engine: Engine) -> None:
+def test_pages_waiting_in_engine_slots_are_dropped(engines: Bench, engine: Engine) -> None:
     engines.copies.hold(OUT)
     keys = put_six(engines, engine)
     before = counter(engines.store, "dropped_copies", "HBM,evicted")
@@ -358,7 +358,7 @@ def test_pages_that_wait_in_an_engines_slots_are_given_up(engines: Bench, engine
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_pages_whose_writer_is_not_done_are_given_up_and_their_slots_told_of_then(
+def test_pages_with_a_pending_writer_are_dropped_and_their_slots_reported_later(
     engines: Bench, engine: Engine, fails: bool
 ) -> None:
     event = ManualEvent()
@@ -376,9 +376,7 @@ def test_pages_whose_writer_is_not_done_are_given_up_and_their_slots_told_of_the
     assert counter(engines.store, "dropped_copies", "HBM,no_room") == 0
 
 
-def test_an_engines_page_that_is_put_again_is_kept_though_the_first_was_given_up(
-    engines: Bench, engine: Engine
-) -> None:
+def test_engine_page_put_again_is_kept_though_the_first_was_dropped(engines: Bench, engine: Engine) -> None:
     key, event = chain(1), ManualEvent()
     engines.store.put(key, [0], after=event)
     engines.store.clear()
@@ -394,7 +392,7 @@ def test_an_engines_page_that_is_put_again_is_kept_though_the_first_was_given_up
         assert engine.holds(3, key[0])
 
 
-def test_a_memory_only_page_of_an_engine_is_given_up_too(engines: Bench, engine: Engine) -> None:
+def test_memory_only_engine_page_is_dropped_by_clear(engines: Bench, engine: Engine) -> None:
     event = ManualEvent()
     engines.store.put(chain(1), [0], after=event, memory_only=True)
     engines.store.clear()

@@ -1,38 +1,34 @@
-"""Killed at any moment: what was flushed is there and right, and nothing that is there is wrong."""
+"""Test that after a kill at any time all flushed pages are found, and no page has wrong bytes."""
 
 from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests.store.victim import LENGTH, config, sequence
-from tests.support import lanes
+from tests.support import forked, lanes
 from tests.support.pages import SPEC, read_soon
 from tierstore.store import TierStore
 
-CHECKOUT = Path(__file__).parents[2]
-
 
 def kill_after(home: Path, first: int, lines: int, pause_s: float) -> int:
-    """Runs a victim from sequence ``first``, kills it so long after so many promises; sequences below are durable."""
-    command = [sys.executable, "-m", "tests.store.victim", str(home), str(first)]
-    victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT)
-    assert victim.stdout is not None
-    said = [victim.stdout.readline() for _ in range(lines)]
-    time.sleep(pause_s)
-    victim.send_signal(signal.SIGKILL)
-    said += victim.stdout.readlines()
-    victim.wait()
-    victim.stdout.close()
+    """Run a victim that writes sequences from ``first`` on, and kill it.
+
+    It is killed ``pause_s`` seconds after its first ``lines`` flushes. Return the number N of its last promise: the
+    sequences below N are durable.
+    """
+    with forked.running("from tests.store.victim import main; main()", home, str(first)) as victim:
+        said = [victim.stdout.readline() for _ in range(lines)]
+        time.sleep(pause_s)
+        victim.send_signal(signal.SIGKILL)
+        said += victim.stdout.readlines()
     promises = [line for line in said if line.endswith("\n")]
     return int(promises[-1].split()[1]) if promises else first
 
 
-def test_a_killed_process_leaves_all_that_was_flushed_and_nothing_wrong(tmp_path: Path) -> None:
+def test_killed_process_leaves_all_flushed_pages_and_no_wrong_one(tmp_path: Path) -> None:
     # F046, F053
     chance = random.Random(5)
     durable: list[tuple[int, int]] = []

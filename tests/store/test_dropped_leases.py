@@ -1,4 +1,4 @@
-"""A lease whose handle is dropped without release: a warning tells of it, and what it held comes back."""
+"""Test that a lease dropped without release causes a warning, and that its pages and slots are freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.types import Tier
 
 
 def drop(store: TierStore, num_pages: int = 4) -> None:
-    """The mistake: leaves pages that are in the store to a lease that nobody has."""
+    """Acquire pages that are in the store, and drop the lease without releasing it."""
     lease = store.acquire(chain(num_pages))
     assert lease.num_pages == num_pages
     with pytest.warns(ResourceWarning, match=f"a lease of {num_pages} pages was dropped without release"):
@@ -40,7 +40,7 @@ def taken_back(store: TierStore) -> float:
     return found
 
 
-def test_pages_of_a_dropped_lease_are_had_by_the_next_who_needs_room(store: TierStore) -> None:
+def test_pages_of_a_dropped_lease_are_freed_for_the_next_request(store: TierStore) -> None:
     write(store, chain(4))
     assert store.drain(PATIENCE_S)
     drop(store)
@@ -50,7 +50,7 @@ def test_pages_of_a_dropped_lease_are_had_by_the_next_who_needs_room(store: Tier
     assert store.stats()["leases"] == 0
 
 
-def test_what_was_sealed_under_a_dropped_lease_comes_back_too(store: TierStore) -> None:
+def test_pages_sealed_under_a_dropped_lease_are_released_too(store: TierStore) -> None:
     lease = store.acquire([])
     write(store, chain(4), lease)
     with pytest.warns(ResourceWarning):
@@ -60,7 +60,7 @@ def test_what_was_sealed_under_a_dropped_lease_comes_back_too(store: TierStore) 
     assert read(store, chain(4)) == 4
 
 
-def test_a_lease_dropped_while_its_pages_are_on_their_way_leaks_nothing(bench: Bench) -> None:
+def test_a_lease_dropped_while_its_pages_are_in_flight_leaks_nothing(bench: Bench) -> None:
     keys = chain(4)
     write_down(bench.store, keys, Tier.HOST)
     bench.copies.hold(IN)
@@ -73,7 +73,7 @@ def test_a_lease_dropped_while_its_pages_are_on_their_way_leaks_nothing(bench: B
     assert read(bench.store, keys) == 4
 
 
-def test_pages_of_a_dropped_lease_are_reused_only_when_the_device_has_done_all_it_was_given(
+def test_pages_of_a_dropped_lease_are_reused_only_after_all_device_work(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, event = bench.store, ManualEvent()
@@ -88,7 +88,9 @@ def test_pages_of_a_dropped_lease_are_reused_only_when_the_device_has_done_all_i
     assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
 
 
-def test_a_device_that_cannot_tell_now_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_is_retried_if_the_device_cannot_record_an_event(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = bench.store
     write(store, chain(4))
     assert store.drain(PATIENCE_S)
@@ -115,7 +117,7 @@ def test_a_lease_may_be_dropped_in_the_middle_of_a_change(store: TierStore) -> N
     assert len(store.allocate(4, timeout_s=0.0)) == 4
 
 
-def test_a_lease_in_a_cycle_comes_back_from_whatever_thread_collects_it(store: TierStore) -> None:
+def test_lease_in_a_cycle_is_released_by_any_thread_that_collects_it(store: TierStore) -> None:
     write(store, chain(4))
     assert store.drain(PATIENCE_S)
     gc.disable()
@@ -130,7 +132,7 @@ def test_a_lease_in_a_cycle_comes_back_from_whatever_thread_collects_it(store: T
     assert len(store.allocate(4, timeout_s=0.0)) == 4
 
 
-def test_slots_that_a_dropped_lease_was_to_fill_go_back_to_the_engine() -> None:
+def test_slots_a_dropped_lease_would_fill_return_to_the_engine() -> None:
     engine = page_major()
     bench = open_engine_bench(engine, nvme=None)
     keys = chain(2)
@@ -167,7 +169,7 @@ def test_an_acquire_that_fails_halfway_holds_nothing(
     assert store.stats()["leases"] == 0
 
 
-def test_a_lease_that_was_released_or_whose_store_has_ended_goes_without_a_word(tmp_path: Any) -> None:
+def test_a_released_lease_or_one_of_a_closed_store_is_collected_silently(tmp_path: Any) -> None:
     def leases() -> list[Lease]:
         with TierStore.open(tiers(4, 8, tmp_path), SPEC) as store:
             write(store, chain(2))
@@ -176,5 +178,5 @@ def test_a_lease_that_was_released_or_whose_store_has_ended_goes_without_a_word(
             return [released, left]
 
     found = leases()
-    found.clear()  # a warning would be an error here
+    found.clear()  # a warning would fail the test
     gc.collect()

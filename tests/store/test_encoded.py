@@ -1,4 +1,4 @@
-"""A store whose disk keeps pages encoded: exact matches, the same bytes, and a budget of stored bytes."""
+"""Tests of a disk with a lossless codec: matches are exact, bytes are unchanged, capacity counts stored bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 SPEC = PageSpec(num_layers=4, page_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16", model="encoded")
 
 opened_with = {"payload": "auto"}
-"""What stores are opened with: each test runs once a kind."""
+"""The payload setting with which stores are opened. Each test runs once per kind of payload."""
 
 
 @pytest.fixture(params=["lmdb", "extents"], autouse=True)
@@ -36,7 +36,7 @@ def open_store(home: Path, codec: str, capacity: int = 8 << 20) -> TierStore:
 
 
 def content(key: PageKey, *, noise: bool = False) -> torch.Tensor:
-    """The page of a key: normal numbers, or any bits."""
+    """Return the page of a key: normally distributed numbers, or random bits if ``noise``."""
     seed = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     if noise:
         return torch.randint(-(1 << 15), 1 << 15, SPEC.shape, dtype=torch.int16, generator=seed).view(
@@ -53,7 +53,7 @@ def put(store: TierStore, keys: Sequence[PageKey], *, noise: Sequence[PageKey] =
 
 
 def used_and_live(store: TierStore) -> tuple[int, int]:
-    """What the table counts on disk, and what the tier does."""
+    """Return the bytes in use on disk, as counted by the directory's table and by the tier."""
     nvme = store.stats()["nvme"]
     assert isinstance(nvme, dict)
     return tier_stats(store, Tier.NVME)["used_nbytes"], nvme["live_nbytes"]
@@ -72,7 +72,7 @@ def require_from_disk(store: TierStore, keys: Sequence[PageKey]) -> None:
             assert torch.equal(page_tensor(store)[slot].view(torch.int16), content(key).view(torch.int16))
 
 
-def test_pages_come_back_exactly_and_take_what_is_stored(tmp_path: Path) -> None:
+def test_pages_are_read_back_exactly_and_take_their_stored_size(tmp_path: Path) -> None:
     keys = chain(6)
     with open_store(tmp_path / "disk", "exp") as store:
         put(store, keys)
@@ -89,7 +89,7 @@ def test_pages_come_back_exactly_and_take_what_is_stored(tmp_path: Path) -> None
         require_from_disk(store, keys)
 
 
-def test_each_page_that_leaves_frees_what_it_took(tmp_path: Path) -> None:
+def test_evicted_page_frees_its_stored_size(tmp_path: Path) -> None:
     keys = chain(6)
     noise = keys[3:]
     with open_store(tmp_path / "disk", "exp") as store:
@@ -140,14 +140,18 @@ def test_a_directory_may_change_its_codec_between_openings(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("codec", "dtype", "warned"),
     [
-        ("exp", "float32", "exp', which saves nothing of pages of float32; what does: fp8, fp8+zstd, int8"),
-        ("int8", "int8", "int8', which saves nothing of pages of int8; what does: no codec"),
+        (
+            "exp",
+            "float32",
+            "exp', which does not make pages of float32 smaller; codecs that do: fp8, fp8+zstd, int8",
+        ),
+        ("int8", "int8", "int8', which does not make pages of int8 smaller; codecs that do: no codec"),
         ("exp", "bfloat16", None),
         ("int8", "float32", None),
         ("none", "float32", None),
     ],
 )
-def test_a_codec_that_saves_nothing_of_these_pages_is_said_to_once_as_the_store_opens(
+def test_codec_that_cannot_compress_these_pages_is_logged_once_at_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, dtype: str, warned: str | None
 ) -> None:
     spec = PageSpec(num_layers=2, page_size=8, num_kv_heads=2, head_dim=32, dtype=dtype, model="saves")

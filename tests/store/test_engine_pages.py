@@ -1,4 +1,4 @@
-"""HBM that belongs to an engine: its layouts, copies out and in, and slots that come back."""
+"""Tests of HBM that belongs to an engine: layouts, copies out of and into its slots, and slots that are returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore.types import LeaseState, Tier
 
 def wait_settled(ticket: Ticket, bench: Bench) -> None:
     def settled() -> bool:
-        bench.store.check()  # advances the store, and reports no slots
+        bench.store.check()  # advances the store without taking the slots that poll reports
         return ticket.open == 0
 
     wait_for(settled)
@@ -42,7 +42,7 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("build", ENGINES)
 @pytest.mark.parametrize("nvme", [False, True])
-def test_pages_come_back_in_any_layout(build: Callable[[], Engine], nvme: bool, tmp_path: Path) -> None:
+def test_pages_are_read_back_in_any_layout(build: Callable[[], Engine], nvme: bool, tmp_path: Path) -> None:
     # F074
     engine = build()
     bench = open_engine_bench(engine, nvme=tmp_path if nvme else None)
@@ -60,7 +60,7 @@ def test_pages_come_back_in_any_layout(build: Callable[[], Engine], nvme: bool, 
     bench.close()
 
 
-def test_poll_returns_a_slot_only_when_its_copy_has_ended(bench: Bench, engine: Engine) -> None:
+def test_poll_returns_a_slot_only_after_its_copy_has_finished(bench: Bench, engine: Engine) -> None:
     keys = chain(2)
     bench.copies.hold(OUT)
     for slot, key in enumerate(keys):
@@ -91,7 +91,7 @@ def test_a_copy_out_starts_only_after_the_event(bench: Bench, engine: Engine) ->
         assert engine.holds(4, keys[0])
 
 
-def test_what_is_there_already_comes_back_at_once_and_is_not_copied_again(
+def test_slots_of_pages_that_are_stored_already_are_reported_at_once_and_not_copied(
     bench: Bench, engine: Engine
 ) -> None:
     keys = chain(2)
@@ -102,7 +102,7 @@ def test_what_is_there_already_comes_back_at_once_and_is_not_copied_again(
     assert bench.copies.waiting(OUT) == 0
 
 
-def test_a_failed_copy_out_is_a_miss_and_the_slot_comes_back(bench: Bench, engine: Engine) -> None:
+def test_a_failed_copy_out_is_a_miss_and_the_slot_is_reported(bench: Bench, engine: Engine) -> None:
     keys = chain(3)
     bench.copies.fail_next(OUT, 1)
     save(bench, engine, keys, [0, 1, 2])
@@ -111,7 +111,9 @@ def test_a_failed_copy_out_is_a_miss_and_the_slot_comes_back(bench: Bench, engin
     assert bench.store.match(keys).num_pages == 3
 
 
-def test_more_pages_than_host_holds_go_down_as_host_gets_room(tmp_path: Path, engine: Engine) -> None:
+def test_more_pages_than_host_holds_are_copied_down_as_host_gets_space(
+    tmp_path: Path, engine: Engine
+) -> None:
     bench = open_engine_bench(engine, host=2, nvme=tmp_path)
     keys = chain(6)
     save(bench, engine, keys, list(range(6)))
@@ -125,7 +127,7 @@ def test_more_pages_than_host_holds_go_down_as_host_gets_room(tmp_path: Path, en
     bench.close()
 
 
-def test_more_pages_than_fit_anywhere_end_and_every_slot_comes_back(engine: Engine) -> None:
+def test_pages_that_fit_nowhere_are_dropped_and_every_slot_is_reported(engine: Engine) -> None:
     bench = open_engine_bench(engine, host=2)
     for i in range(3):
         save(bench, engine, chain(6, str(i)), list(range(6)))
@@ -135,10 +137,10 @@ def test_more_pages_than_fit_anywhere_end_and_every_slot_comes_back(engine: Engi
     bench.close()
 
 
-def test_a_cut_lease_is_final_only_when_nothing_writes_its_slots_any_more(
+def test_truncated_lease_is_final_only_after_the_last_write_to_its_slots(
     bench: Bench, engine: Engine
 ) -> None:
-    # F024: the engine computes into the slots of missing pages at once
+    # F024: the engine writes into the slots of missing pages immediately
     keys, others = chain(4), chain(4, "other")
     save(bench, engine, keys, [0, 1, 2, 3])
     bench.store.demote(keys[1:], Tier.NVME)
@@ -165,7 +167,7 @@ def test_a_cut_lease_is_final_only_when_nothing_writes_its_slots_any_more(
     assert bench.store.poll() == []
 
 
-def test_a_cut_lease_does_not_start_copies_into_slots_given_up(bench: Bench, engine: Engine) -> None:
+def test_truncated_lease_starts_no_copies_into_released_slots(bench: Bench, engine: Engine) -> None:
     keys = chain(4)
     save(bench, engine, keys, [0, 1, 2, 3])
     bench.store.demote(keys, Tier.NVME)
@@ -182,7 +184,7 @@ def test_a_cut_lease_does_not_start_copies_into_slots_given_up(bench: Bench, eng
     assert bench.store.match(keys).num_pages == 4
 
 
-def test_a_deadline_cuts_when_the_late_copies_have_ended(bench: Bench, engine: Engine) -> None:
+def test_a_deadline_truncates_once_the_late_copies_have_finished(bench: Bench, engine: Engine) -> None:
     keys = chain(2)
     save(bench, engine, keys, [0, 1])
     bench.copies.hold(IN)
@@ -194,7 +196,7 @@ def test_a_deadline_cuts_when_the_late_copies_have_ended(bench: Bench, engine: E
         assert lease.missing == list(keys)
 
 
-def test_slots_of_a_lease_released_early_come_back_through_poll(bench: Bench, engine: Engine) -> None:
+def test_slots_of_a_lease_released_early_are_reported_by_poll(bench: Bench, engine: Engine) -> None:
     # F037
     keys = chain(2)
     save(bench, engine, keys, [0, 1])
@@ -207,7 +209,7 @@ def test_slots_of_a_lease_released_early_come_back_through_poll(bench: Bench, en
     assert sorted(bench.store.poll()) == [2, 3]
 
 
-def test_slots_of_a_lease_that_was_ready_are_the_engines_at_once(bench: Bench, engine: Engine) -> None:
+def test_slots_of_a_ready_lease_return_to_the_engine_at_once(bench: Bench, engine: Engine) -> None:
     keys = chain(2)
     save(bench, engine, keys, [0, 1])
     with bench.store.acquire(keys, into=[2, 3]) as lease:
@@ -228,10 +230,10 @@ def test_evicted_pages_are_not_loaded(bench: Bench, engine: Engine) -> None:
 @pytest.mark.parametrize("admission", ["all", "second_hit"])
 @pytest.mark.parametrize("host", [8, 2, 1])
 @pytest.mark.parametrize("ending", ["flush", "close"])
-def test_what_was_put_just_before_flush_or_close_is_on_disk_after_it(
+def test_pages_put_just_before_flush_or_close_are_on_disk_afterwards(
     tmp_path: Path, engine: Engine, admission: str, host: int, ending: str
 ) -> None:
-    """No copy out of the engine's slots has ended, or even begun where HOST has no room yet."""
+    """Call flush or close while some copies out of the engine's slots are in progress and others have not begun."""
     config = tiers(
         SLOTS, host, tmp_path / "disk", hbm_more=OWNED_BY_ENGINE, nvme_more={"admission": admission}
     )
@@ -258,7 +260,7 @@ def test_what_was_put_just_before_flush_or_close_is_on_disk_after_it(
 
 
 class SoonEvent(ManualEvent):
-    """Has happened when it was asked about for the twentieth time."""
+    """An event that occurs when it is queried for the twentieth time."""
 
     asked = 0
 
@@ -294,7 +296,7 @@ def test_flush_counts_pages_that_did_not_leave_the_engine_and_returns(bench: Ben
     assert sorted(bench.store.poll()) == [0, 1, 2]
 
 
-def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine: Engine) -> None:
+def test_flush_does_not_wait_for_pages_evicted_in_flight(bench: Bench, engine: Engine) -> None:
     keys = chain(2)
     bench.copies.hold(OUT)
     bench.store.put(keys, [0, 1])
@@ -302,7 +304,7 @@ def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine
     assert ticket.open == 2
     assert bench.store.evict(keys) == 2
     assert ticket.open == 0
-    bench.store.put(keys[:1], [2])  # the same page again, while the first copy of it still runs
+    bench.store.put(keys[:1], [2])  # the same page again, while its first copy is still in flight
     ticket = Flush.of_unsaved(bench.store._pump).ticket
     bench.copies.open()
     wait_settled(ticket, bench)
@@ -312,7 +314,7 @@ def test_flush_does_not_wait_for_pages_evicted_on_their_way(bench: Bench, engine
     assert not bench.directory.writeback.sinks.coming
 
 
-def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: Engine) -> None:
+def test_flush_writes_no_memory_only_page_that_is_being_copied_out(bench: Bench, engine: Engine) -> None:
     keys = chain(2)
     bench.copies.hold(OUT)
     bench.store.put(keys, [0, 1], memory_only=True)
@@ -325,10 +327,10 @@ def test_flush_writes_no_memory_only_page_on_its_way_out(bench: Bench, engine: E
 
 
 @pytest.mark.parametrize("why", ["memory_only", "second_hit"])
-def test_a_page_put_to_be_stored_makes_no_room_for_the_next_one_unsaved(
+def test_a_page_to_be_stored_is_not_dropped_unsaved_for_the_next_one(
     tmp_path: Path, engine: Engine, why: str
 ) -> None:
-    """HOST has room for one page, which was to stay there and is put again with another one behind it."""
+    """The first put stores a page in HOST, which has space for one. The second adds a page and writes both to disk."""
     admission = "second_hit" if why == "second_hit" else "all"
     config = tiers(SLOTS, 1, tmp_path / "disk", hbm_more=OWNED_BY_ENGINE, nvme_more={"admission": admission})
     bench = open_bench(config, SPEC)
@@ -348,7 +350,7 @@ def test_a_page_put_to_be_stored_makes_no_room_for_the_next_one_unsaved(
 def test_flush_writes_a_page_that_is_put_to_be_stored_while_its_memory_only_copy_is_there(
     bench: Bench, engine: Engine
 ) -> None:
-    """The second put of it waits for its event: until then the page is one that stays in memory."""
+    """Put a memory-only page again without ``memory_only``. It stays memory-only until the put's event has occurred."""
     keys = chain(1)
     bench.store.put(keys, [0], memory_only=True)
     assert bench.store.drain(PATIENCE_S)
@@ -357,13 +359,13 @@ def test_flush_writes_a_page_that_is_put_to_be_stored_while_its_memory_only_copy
     assert where(bench.store, keys[0]) == {Tier.HOST: "ready", Tier.NVME: "ready"}
 
 
-def test_slots_taken_back_before_their_copy_has_begun_are_free_at_once(engine: Engine) -> None:
+def test_slots_withdrawn_before_their_copy_starts_are_free_at_once(engine: Engine) -> None:
     bench = open_engine_bench(engine, host=2)
     keys = chain(4)
     for slot, key in enumerate(keys):
         engine.fill(slot, key)
     bench.copies.hold(OUT)
-    bench.store.put(keys, [0, 1, 2, 3])  # two of them find no room
+    bench.store.put(keys, [0, 1, 2, 3])  # HOST has no space for two of them
     assert bench.store.withdraw([1, 2, 3, 5]) == [1]
     engine.fill(2, keys[0])
     bench.store.put(chain(1, "other"), [3])
@@ -376,13 +378,13 @@ def test_slots_taken_back_before_their_copy_has_begun_are_free_at_once(engine: E
 
 
 @pytest.mark.parametrize("taken_back", [False, True])
-def test_what_was_to_be_told_of_a_slot_is_not_told_once_another_page_is_put_from_it(
+def test_a_slot_is_not_reported_for_an_earlier_page_once_another_page_is_put_from_it(
     taken_back: bool, bench: Bench, engine: Engine
 ) -> None:
-    """Else the engine would write the slot while the newer copy reads it."""
+    """If the slot were reported, the engine would overwrite it while the newer page is being copied from it."""
     first, second = chain(1), chain(1, "other")
     save(bench, engine, first, [0])
-    bench.store.put(first, [1])  # a page that is held: the slot is free at once
+    bench.store.put(first, [1])  # the store has this page already, so the slot is free at once
     if taken_back:
         assert bench.store.withdraw([1]) == []
     bench.copies.hold(OUT)
@@ -394,7 +396,7 @@ def test_what_was_to_be_told_of_a_slot_is_not_told_once_another_page_is_put_from
     assert bench.store.poll() == [1]
 
 
-def test_a_slot_taken_back_after_its_copy_has_ended_is_not_told(bench: Bench, engine: Engine) -> None:
+def test_a_slot_withdrawn_after_its_copy_has_finished_is_not_reported(bench: Bench, engine: Engine) -> None:
     engine.fill(1, chain(1)[0])
     bench.store.put(chain(1), [1])
     assert bench.store.drain(PATIENCE_S)
@@ -402,7 +404,7 @@ def test_a_slot_taken_back_after_its_copy_has_ended_is_not_told(bench: Bench, en
     assert bench.store.poll() == []
 
 
-def test_a_slot_taken_back_while_its_event_is_awaited_is_still_in_use(bench: Bench, engine: Engine) -> None:
+def test_slot_withdrawn_while_its_event_is_pending_is_still_in_use(bench: Bench, engine: Engine) -> None:
     event = ManualEvent()
     bench.store.put(chain(1), [2], after=event)
     assert bench.store.withdraw([2]) == [2]
@@ -411,7 +413,7 @@ def test_a_slot_taken_back_while_its_event_is_awaited_is_still_in_use(bench: Ben
     assert bench.store.poll() == [2]
 
 
-def test_a_flush_does_not_wait_for_what_was_taken_back(tmp_path: Path, engine: Engine) -> None:
+def test_flush_does_not_wait_for_withdrawn_pages(tmp_path: Path, engine: Engine) -> None:
     bench = open_engine_bench(engine, host=2, nvme=tmp_path)
     bench.copies.hold(OUT)
     bench.store.put(chain(6), list(range(6)))
@@ -424,7 +426,7 @@ def test_a_flush_does_not_wait_for_what_was_taken_back(tmp_path: Path, engine: E
     bench.close()
 
 
-def test_pages_put_one_by_one_know_the_page_before_them(bench: Bench, engine: Engine) -> None:
+def test_pages_put_one_by_one_have_the_given_parents(bench: Bench, engine: Engine) -> None:
     keys = chain(3)
     save(bench, engine, keys[:1], [0])
     for i in (1, 2):
@@ -434,9 +436,7 @@ def test_pages_put_one_by_one_know_the_page_before_them(bench: Bench, engine: En
     assert [page["parent"] for page in bench.store.explain(keys)] == [None, keys[0].hex(), keys[1].hex()]
 
 
-def test_pages_that_are_no_chain_go_out_together_each_after_the_page_it_names(
-    bench: Bench, engine: Engine
-) -> None:
+def test_unchained_pages_are_copied_together_with_their_own_parents(bench: Bench, engine: Engine) -> None:
     (one, two), (beside_one, beside_two) = chain(2), chain(2, "beside")
     keys, parents = [one, two, beside_one, beside_two], [None, one, one, two]
     bench.copies.hold(OUT)
@@ -450,7 +450,7 @@ def test_pages_that_are_no_chain_go_out_together_each_after_the_page_it_names(
         bench.store.put(keys[:2], [4, 5], parents=[None])
 
 
-def test_where_hbm_is_the_stores_put_takes_chains_only() -> None:
+def test_with_store_owned_hbm_put_refuses_parents() -> None:
     bench = open_bench(tiers(2, 4), SPEC)
     slots = bench.store.allocate(1)
     with pytest.raises(ConfigError, match=r"needs hbm\.owner: engine"):

@@ -1,4 +1,4 @@
-"""HBM that belongs to an engine: tensors, slots and calls that cannot be."""
+"""Tests of HBM that belongs to an engine: tensors, slots and calls that the store rejects."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_more_tensors_than_kv_groups_and_a_second_register_are_refused(engine: E
         with pytest.raises(ConfigError, match="expected one EnginePages for each of 1 KV groups, got 2"):
             store.register(engine.pages, engine.pages)
         store.register(engine.pages)
-        with pytest.raises(ConfigError, match="registered"):
+        with pytest.raises(ConfigError, match="register was already called"):
             store.register(engine.pages)
 
 
-def test_what_needs_hbm_of_the_stores_own_is_refused(bench: Bench) -> None:
+def test_calls_that_need_hbm_of_the_store_are_refused(bench: Bench) -> None:
     store = bench.store
     for call in (lambda: store.allocate(1), lambda: store.free([0]), lambda: store.pages):
         with pytest.raises(ConfigError, match="engine"):
@@ -100,7 +100,7 @@ def test_what_needs_hbm_of_the_stores_own_is_refused(bench: Bench) -> None:
     assert "HBM" not in str(store.stats()["tiers"])
 
 
-def test_into_belongs_to_engines_alone() -> None:
+def test_into_is_only_for_engine_owned_hbm() -> None:
     with TierStore.open(tiers(2, 2), SPEC) as store:
         with pytest.raises(ConfigError, match="into"):
             store.acquire([], into=[])
@@ -115,7 +115,7 @@ def test_acquire_needs_one_slot_a_key(bench: Bench, into: list[int] | None) -> N
 
 
 @pytest.mark.parametrize("slots", [[0, SLOTS], [-1, 0], [1, 1]])
-def test_slots_the_engine_does_not_have_are_refused_and_nothing_changes(
+def test_slots_out_of_range_are_refused_and_nothing_changes(
     bench: Bench, engine: Engine, slots: list[int]
 ) -> None:
     keys = chain(2)
@@ -146,7 +146,7 @@ def test_a_slot_that_is_being_loaded_into_is_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, 0])
-def test_a_parent_that_is_no_key_is_refused_and_nothing_changes(
+def test_invalid_parent_is_refused_and_nothing_changes(
     bench: Bench, engine: Engine, strange: PageKey
 ) -> None:
     keys = chain(2)

@@ -1,4 +1,4 @@
-"""An engine that writes each of its slots as soon as it may, whatever it has put, taken back and loaded before."""
+"""Random walks of an engine that overwrites each of its slots as soon as the store allows this."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import lanes
 from tests.support.bench import Bench, open_bench
 from tests.support.engine import SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
@@ -23,7 +24,7 @@ RUBBISH = chain(1, "rubbish")[0]
 
 
 class Walk:
-    """Random calls from a seed; ``free``: slots that hold rubbish, which the engine may write at any time."""
+    """Makes random calls, chosen by a seed. ``free`` contains the slots that the engine may write at any time."""
 
     def __init__(self, bench: Bench, engine: Engine, seed: int) -> None:
         self.bench, self.store, self.engine = bench, bench.store, engine
@@ -32,10 +33,10 @@ class Walk:
         self.busy: dict[int, ManualEvent | None] = {}
         self.leases: list[tuple[Lease, list[int]]] = []
         self.cleared: set[PageKey] = set()
-        """Keys that nobody has put since the last ``clear``."""
+        """Keys that were not put since the last ``clear``."""
 
     def act(self) -> None:
-        """One call, and what must hold after it."""
+        """Make one random call, and check what must hold after it."""
         acts = [self.put, self.put, self.poll, self.poll, self.take_back, self.load, self.load, self.release]
         self.dice.choice([*acts, self.stall, self.open_gates, self.evict, self.happen, self.clear])()
         assert not any(self.store.match([key]).num_pages for key in self.cleared), "a cleared page is found"
@@ -44,7 +45,7 @@ class Walk:
         self.store.check()
 
     def end(self) -> None:
-        """Every slot comes back, and whatever is served is right."""
+        """End all transfers and leases. Assert that all slots are returned and that all served pages are correct."""
         self.open_gates()
         for event in self.busy.values():
             if event is not None:
@@ -121,7 +122,7 @@ class Walk:
                 event.happen()
 
     def write(self, slot: int) -> None:
-        """It is the engine's again, and is written at once."""
+        """Overwrite a slot that the engine owns again."""
         self.engine.fill(slot, RUBBISH)
         self.free.add(slot)
 
@@ -134,7 +135,7 @@ class Walk:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Iterator[Path]:
-    """As many as are asked for."""
+    """Return an iterator over paths of folders that do not exist yet."""
     return (tmp_path / str(number) for number in range(1000))
 
 
@@ -159,11 +160,11 @@ def walk_once(folder: Path, seed: int) -> None:
         bench.close()
 
 
-def test_an_engine_may_write_every_slot_from_when_it_is_told_to(folders: Iterator[Path]) -> None:
-    walk(folders, range(60))
+def test_engine_may_write_every_slot_once_it_is_reported(folders: Iterator[Path]) -> None:
+    walk(folders, range(lanes.examples(20, 60)))
 
 
-def test_the_walk_finds_ends_that_are_told_of_slots_which_the_engine_goes_on_with(
+def test_walk_detects_reports_of_slots_the_engine_reused(
     folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OutgoingPages, "_unreport", lambda self, slots: None)
@@ -171,7 +172,7 @@ def test_the_walk_finds_ends_that_are_told_of_slots_which_the_engine_goes_on_wit
         walk(folders, range(60))
 
 
-def test_the_walk_finds_pages_in_its_slots_that_clear_does_not_give_up(
+def test_walk_detects_pages_in_engine_slots_that_clear_keeps(
     folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OutgoingPages, "forget", lambda self: [])

@@ -1,4 +1,4 @@
-"""evict: gone at once for those who ask, only later for those who hold it, and from disk after flush."""
+"""Tests of evict: pages stop matching at once, leases keep them until release, and flush erases them from disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
 
-def test_evict_unmatches_at_once_in_one_tier_or_in_all(store: TierStore) -> None:
+def test_evict_removes_matches_at_once_in_one_tier_or_all(store: TierStore) -> None:
     keys = chain(3)
     write(store, keys)
     store.flush()
@@ -49,7 +49,7 @@ def test_an_evicted_leased_page_keeps_its_bytes_until_released(store: TierStore)
     assert len(store.allocate(2)) == 2
 
 
-def test_an_evicted_page_can_be_written_anew_under_the_old_lease(store: TierStore) -> None:
+def test_an_evicted_page_can_be_written_again_under_the_old_lease(store: TierStore) -> None:
     # F079
     keys = chain(1)
     write(store, keys)
@@ -107,7 +107,7 @@ def test_evict_during_a_load_cuts_the_lease_and_nothing_lands_elsewhere(bench: B
     assert read(bench.store, others) == 1
 
 
-def test_what_is_no_tier_is_refused_not_taken_for_one_that_holds_nothing(store: TierStore) -> None:
+def test_evict_refuses_an_invalid_tier(store: TierStore) -> None:
     keys = chain(2)
     write(store, keys)
     with pytest.raises(

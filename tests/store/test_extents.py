@@ -1,4 +1,4 @@
-"""A store whose pages lie in extent files."""
+"""Test a store whose pages are in extent files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that refuses for long: the store goes on at its usual pace, and no call waits for what cannot be done."""
+"""Test that the store continues to work while the disk refuses writes, and that no call waits for the disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tierstore.types import Tier
 SPILL = (Tier.HBM, Tier.NVME)
 
 
-def test_a_call_takes_in_what_has_failed_by_now_and_not_what_fails_meanwhile(tmp_path: Path) -> None:
-    """A refusing disk ends writes at once, and the pages are due again: a call that waits for quiet never returns."""
+def test_call_handles_past_failures_but_not_those_during_the_call(tmp_path: Path) -> None:
+    """Writes to a disk that refuses them fail immediately, and are due again immediately.
+
+    A call that waited until no write is due would never return.
+    """
     pages, writes = 512, 5000
     config = tiers(hbm=pages, host=None, nvme=tmp_path / "disk", nvme_more={"flush": 1e-6}, nvme_pages=600)
     bench = open_bench(config, SPEC, spill=True)
@@ -33,9 +36,9 @@ def test_a_call_takes_in_what_has_failed_by_now_and_not_what_fails_meanwhile(tmp
     bench.close()
 
 
-def test_pages_that_cannot_be_saved_make_room_at_once_however_many_are_wanted(tmp_path: Path) -> None:
+def test_pages_that_cannot_be_saved_free_space_at_once_however_much_is_wanted(tmp_path: Path) -> None:
     wanted = 5 * BATCH_PAGES
-    # No timed spill: pages that one has in hand just now cannot go, and nobody waits here.
+    # No timed spill: pages that a spill is writing cannot be evicted, and ``allocate`` does not wait.
     config = tiers(
         hbm=wanted + 40, host=None, nvme=tmp_path / "disk", nvme_pages=400, nvme_more={"flush": 3600}
     )
@@ -47,12 +50,12 @@ def test_pages_that_cannot_be_saved_make_room_at_once_however_many_are_wanted(tm
         assert store.stats()["failing"] == ["NVME"]
         slots = store.allocate(wanted, timeout_s=0)
         assert len(slots) == wanted
-        assert store.match(chain(wanted, "new")).num_pages == 40  # all of the old one went first
+        assert store.match(chain(wanted, "new")).num_pages == 40  # the old sequence was evicted first
         store.check()
         store.free(slots)
 
 
-def test_a_page_whose_successor_was_saved_gives_its_slot_though_the_disk_refuses_for_good(
+def test_a_page_whose_successor_was_saved_frees_its_slot_although_the_disk_refuses_writes(
     tmp_path: Path,
 ) -> None:
     config = tiers(hbm=4, host=None, nvme=tmp_path / "disk", nvme_pages=40)

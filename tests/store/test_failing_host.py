@@ -1,4 +1,4 @@
-"""A copy to HOST that failed: the page is saved later by itself, whoever waits for its slot gets it."""
+"""Test that a page whose copy to HOST failed is saved later, so that callers waiting for its slot get it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.stalls import OUT
 
 @pytest.mark.parametrize("pump", [False, True])
 @pytest.mark.parametrize("nvme", [False, True])
-def test_a_page_that_others_follow_below_is_saved_though_host_failed_and_nobody_puts_a_page(
+def test_a_page_with_saved_successors_is_saved_although_host_failed_and_no_page_is_put(
     nvme: bool, pump: bool, tmp_path: Path
 ) -> None:
-    """It can be dropped for nobody, since that would cut off what follows: it has to get another chance."""
+    """The page cannot be dropped, because its successors would become unreachable. The store must save it later."""
     bench = open_bench(tiers(4, 4, tmp_path if nvme else None), SPEC, spill=True, pump=pump)
     store, keys = bench.store, chain(2)
     bench.copies.fail_next(OUT, 0)

@@ -1,4 +1,4 @@
-"""What ``flush`` reports: durable, failed and pending pages, and evicted pages that a restart could bring back."""
+"""Tests of what ``flush`` reports: durable, failed and pending pages, and evicted pages that may still be on disk."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
 
 @contextmanager
 def impatient(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Flush gives up soon on what does not move at all. Before and after, however slow the machine is, it does not."""
+    """Within the block, make flush give up after 0.3 s without progress instead of the usual time."""
     with patch.context() as inner:
         inner.setattr(saving, "_FLUSH_STALL_S", 0.3)
         yield
 
 
 class HeldCommits:
-    """Commits of pages wait until they are let go. Flush gives up soon from the first one that waits until then."""
+    """Holds calls of a catalogue method, by default commits of pages, until the test lets them continue.
+
+    Once a call waits, flush gives up after 0.3 s without progress, until ``let_all_go`` is called.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str = "store") -> None:
         self.begun, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
@@ -64,7 +67,7 @@ class HeldCommits:
 
 
 class FlushClock:
-    """The clock by which flush gives up: it goes on only when it is told to."""
+    """The clock by which ``flush`` decides when to give up. It advances only when a test calls ``go_on``."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -77,7 +80,7 @@ class FlushClock:
         return now
 
     def go_on(self, seconds: float) -> None:
-        """Return once flush has looked at the clock since."""
+        """Advance the clock, and wait until flush has read the new time."""
         self.now += seconds
         self._looked.clear()
         assert self._looked.wait(PATIENCE_S)
@@ -91,7 +94,7 @@ def nvme(store: TierStore) -> dict[str, Any]:
 
 @contextmanager
 def refusing(home: Path) -> Iterator[None]:
-    """The disk takes neither records nor tombstones."""
+    """Within the block, make the disk refuse records and tombstones."""
     with (
         data_file_is_read_only(home, SPEC.fingerprint),
         data_file_is_read_only(home, SPEC.fingerprint, name="erased.bin"),
@@ -99,7 +102,7 @@ def refusing(home: Path) -> Iterator[None]:
         yield
 
 
-def test_flush_counts_what_it_wrote_and_what_was_there(config: StoreConfig) -> None:
+def test_flush_counts_written_and_already_stored_pages(config: StoreConfig) -> None:
     with TierStore.open(config, SPEC) as store:
         assert store.flush() == DONE
         write(store, chain(4))
@@ -118,7 +121,7 @@ def test_flush_without_a_disk_has_nothing_to_do() -> None:
         assert store.flush_evictions() == 0
 
 
-def test_flush_gives_up_on_a_write_that_hangs_and_the_state_says_so_until_it_ends(
+def test_flush_gives_up_on_a_hung_write_and_the_disk_state_reports_it(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = HeldCommits(monkeypatch)
@@ -182,7 +185,7 @@ def test_pages_are_not_durable_while_the_sync_hangs(
         assert store.flush() == FlushResult(durable=4)
 
 
-def test_a_copy_out_of_hbm_that_hangs_is_pending_and_says_nothing_of_the_disk(
+def test_hung_copy_out_of_hbm_is_pending_and_does_not_change_the_disk_state(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = open_bench(config, SPEC, pump=True)
@@ -223,10 +226,10 @@ def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
 
 
 @pytest.mark.parametrize("pump", [True, False])
-def test_flush_waits_for_a_disk_that_moves_however_long_it_takes(
+def test_flush_waits_for_a_disk_that_makes_progress_however_long_it_takes(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, pump: bool
 ) -> None:
-    """Each commit begins when flush has nearly given up, and together they take far longer than it is patient."""
+    """Start each commit when flush is about to give up. All commits together take more than twice its limit."""
     clock, commit = FlushClock(monkeypatch), Catalogue.store
 
     def slow(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:
@@ -256,7 +259,8 @@ def test_a_disk_that_refuses_everything_leaves_pages_failed_and_erases_pending(c
             store.evict(chain(4, "gone"))
             found = store.flush()
             assert (found.durable, found.failed) == (0, 2)
-            # 6: the writes were tried before the tier knew of its disk, and may have left something of two pages.
+            # 6 if the writes were tried before the tier noticed that its disk fails: they may have left parts of two
+            # pages.
             assert found.pending_erases in (4, 6)
             assert not found.complete
             assert read(store, chain(2)) == 2
@@ -267,7 +271,7 @@ def test_a_disk_that_refuses_everything_leaves_pages_failed_and_erases_pending(c
         assert store.match(chain(2)).num_pages == 2
 
 
-def test_a_page_whose_failed_write_may_have_reached_the_disk_does_not_come_back_once_evicted(
+def test_evicted_page_with_an_uncertain_write_stays_gone(
     config: StoreConfig,
 ) -> None:
     assert config.nvme is not None

@@ -1,4 +1,4 @@
-"""KV groups: several blobs in one page, one key, one slot; they cannot part."""
+"""Tests of KV groups: the groups of a page share its key and its slot, and always move together."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_all_groups_of_a_page_move_together(tmp_path: Path, tier: Tier) -> None:
         for slot in mine:
             for page in grouped(store)[slot]:
                 page.fill_(7)
-        support.settle()  # slots are free once what was launched on them has run
+        support.settle()  # all work launched on the slots must end before they are freed
         store.free(mine)
         with store.acquire(keys) as lease:
             assert lease.wait(PATIENCE_S) is LeaseState.READY

@@ -1,4 +1,4 @@
-"""hint and take_hints: what a scheduler may say, what it changes at once, and what waits for a prefetcher."""
+"""Tests of hint and take_hints: valid hints, which of them act at once, and which wait for a prefetcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_will_need_without_a_prefetcher_is_rejected(store: TierStore) -> None:
     assert counter(store, "hints", "rejected") == 1
 
 
-def test_what_is_no_hint_is_refused_and_a_key_alone_is_no_list_of_keys(store: TierStore) -> None:
+def test_invalid_hints_and_a_single_key_in_place_of_a_list_are_refused(store: TierStore) -> None:
     with pytest.raises(TypeError, match="a hint must be a Hint"):
         store.hint("r")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a hint must be a Hint"):
@@ -54,14 +54,14 @@ def test_a_revision_not_above_the_last_is_a_duplicate(store: TierStore, revision
     assert [hint.revision for hint in store.take_hints()] == [5]
 
 
-def test_a_rejected_hint_is_no_revision(store: TierStore) -> None:
+def test_rejected_hint_does_not_count_as_a_revision(store: TierStore) -> None:
     hint = Hint("r", 1, tuple(chain(2)))
     assert store.hint(hint) is HintResult.REJECTED
     store.take_hints()
     assert store.hint(hint) is HintResult.DEFERRED
 
 
-def test_who_takes_no_hints_any_more_leaves_none_behind_and_new_ones_are_rejected(bench: Bench) -> None:
+def test_a_detached_prefetcher_leaves_no_hints_behind_and_new_ones_are_rejected(bench: Bench) -> None:
     store, hints = bench.store, bench.directory.hints
     store.take_hints()
     taken, waits = Hint("a", 1, tuple(chain(2))), Hint("b", 1, tuple(chain(3)))
@@ -84,7 +84,9 @@ def test_retained_pages_stay_retained_when_hints_are_rejected(bench: Bench) -> N
     assert all(bench.directory.hints.retained(key) for key in keys)
 
 
-def test_no_keys_with_a_higher_revision_cancel_and_the_prefetcher_is_told(store: TierStore) -> None:
+def test_an_empty_hint_with_a_higher_revision_cancels_and_the_prefetcher_is_notified(
+    store: TierStore,
+) -> None:
     store.take_hints()
     store.hint(Hint("r", 1, tuple(chain(2))))
     cancel = Hint("r", 2, ())
@@ -93,7 +95,7 @@ def test_no_keys_with_a_higher_revision_cancel_and_the_prefetcher_is_told(store:
     assert store.hint(Hint("r", 1, tuple(chain(2)))) is HintResult.DUPLICATE
 
 
-def test_wont_need_pages_go_first_and_retained_ones_last(store: TierStore) -> None:
+def test_wont_need_pages_are_evicted_first_and_retained_pages_last(store: TierStore) -> None:
     a, b, c, d = (chain(1, name) for name in "abcd")
     for keys in (a, b, c, d):
         write(store, keys)
@@ -107,7 +109,7 @@ def test_wont_need_pages_go_first_and_retained_ones_last(store: TierStore) -> No
     assert order == [d, b, c, a]
 
 
-def test_of_pages_nobody_will_need_the_tail_goes_before_the_head(store: TierStore) -> None:
+def test_the_tail_of_pages_that_will_not_be_needed_is_evicted_before_the_head(store: TierStore) -> None:
     keys = chain(3)
     write(store, keys)
     store.hint(Hint("r", 1, tuple(keys), "wont_need"))
@@ -117,7 +119,9 @@ def test_of_pages_nobody_will_need_the_tail_goes_before_the_head(store: TierStor
 
 
 @pytest.mark.parametrize("host", [None, 8])
-def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path, host: int | None) -> None:
+def test_a_retained_page_that_was_evicted_and_loaded_again_is_evicted_last_again(
+    tmp_path: Path, host: int | None
+) -> None:
     bench = open_bench(tiers(4, host, tmp_path), SPEC)
     store, kept, other = bench.store, chain(2, "kept"), chain(2, "other")
     write(store, kept)
@@ -126,7 +130,7 @@ def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path,
     assert Tier.HBM not in store.match(kept).tiers
     assert read(store, kept) == 2
     write(store, other)
-    store.flush()  # what is not saved yet could not leave at once
+    store.flush()  # pages that are not saved yet could not be evicted at once
     slots = store.allocate(2)
     assert store.match(kept).tiers == (Tier.HBM,) * 2
     assert store.match(other).num_pages == 2
@@ -135,8 +139,8 @@ def test_a_retained_page_that_left_and_came_back_goes_last_again(tmp_path: Path,
     bench.close()
 
 
-def test_a_retained_page_that_could_not_be_reached_goes_last_again_once_it_is_used(store: TierStore) -> None:
-    """What came before it had left, and is computed again."""
+def test_a_retained_page_that_was_unreachable_is_evicted_last_again_once_it_is_used(store: TierStore) -> None:
+    """Evict the first page, which makes the second one unreachable. Then put the first page again."""
     first, after = chain(2, "retained")
     write(store, [first, after])
     store.hint(Hint("r", 1, (first, after), "retain"))
@@ -159,7 +163,7 @@ def test_a_page_may_be_retained_before_it_is_put(store: TierStore) -> None:
     assert store.match(kept).tiers == (Tier.HBM,) * 2
 
 
-def test_who_does_not_need_a_page_does_not_speak_for_who_retains_it(store: TierStore) -> None:
+def test_a_request_that_does_not_need_a_page_does_not_end_the_retention_of_another(store: TierStore) -> None:
     kept, other = chain(2, "kept"), chain(2, "other")
     write(store, kept)
     store.hint(Hint("r", 1, tuple(kept), "retain"))
@@ -173,7 +177,7 @@ def test_who_does_not_need_a_page_does_not_speak_for_who_retains_it(store: TierS
     assert Tier.HBM not in store.match(kept).tiers
 
 
-def test_a_retention_ends_with_its_time(store: TierStore) -> None:
+def test_retention_ends_after_its_ttl(store: TierStore) -> None:
     old, new = chain(1, "old"), chain(1, "new")
     write(store, old)
     store.hint(Hint("r", 1, tuple(old), "retain", ttl_s=0.0))
@@ -204,7 +208,7 @@ def test_a_hint_never_pins(store: TierStore) -> None:
     assert len(store.allocate(4, timeout_s=0.0)) == 4
 
 
-def test_hints_on_pages_nobody_has_are_harmless(store: TierStore) -> None:
+def test_hints_on_pages_in_no_tier_are_harmless(store: TierStore) -> None:
     assert store.hint(Hint("r", 1, tuple(chain(3)), "wont_need")) is HintResult.APPLIED
     assert store.hint(Hint("r", 2, tuple(chain(3)), "retain")) is HintResult.APPLIED
     assert store.match(chain(3)).num_pages == 0

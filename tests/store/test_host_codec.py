@@ -1,4 +1,4 @@
-"""A store whose host memory holds pages encoded: more of them fit, they go to disk as they are held, and lose once."""
+"""Tests of host memory with a codec: more pages fit, they go to disk still encoded, and lose precision only once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import lanes
 from tests.support import pages as support
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tier_stats, where
 from tierstore import codecs
@@ -88,7 +89,7 @@ def error(page: torch.Tensor, key: PageKey) -> float:
 
 
 def on_disk(store: TierStore, key: PageKey) -> Head:
-    """What the record of a page says of itself."""
+    """Return the head of a page's record on disk."""
     assert store._parts.nvme is not None
     reader = store._parts.nvme._catalogue.reader
     raw, _ = reader.record(key, aligned(SPEC.page_nbytes), scratch_for(SPEC.page_nbytes))
@@ -96,7 +97,7 @@ def on_disk(store: TierStore, key: PageKey) -> Head:
 
 
 @pytest.mark.parametrize("codec", FIXED)
-def test_more_pages_fit_and_come_back_near_and_are_told_from_exact_ones(codec: str) -> None:
+def test_more_encoded_pages_fit_within_the_error_bound_and_are_marked_inexact(codec: str) -> None:
     nbytes = codecs.fixed_nbytes(codec, LAYOUT)
     assert nbytes is not None
     keys = chain(4, "a")
@@ -113,12 +114,12 @@ def test_more_pages_fit_and_come_back_near_and_are_told_from_exact_ones(codec: s
         assert store.match(keys, exact=True).num_pages == 0
         pages = read(store, keys)
         assert all(0 < error(page, key) < 0.2 for page, key in zip(pages, keys, strict=True))
-        assert not store.match(keys).exact  # in HBM again, and not what was put
+        assert not store.match(keys).exact  # in HBM again, but not with the bytes that were put
         store.check()
 
 
-def test_a_lease_knows_where_its_exact_pages_end_wherever_they_are() -> None:
-    """Pages are taken in runs: one that goes on over the first page that is not exact, and one that ends before it."""
+def test_lease_reports_the_end_of_its_exact_pages_in_any_tier() -> None:
+    """Lease runs of pages that are in the same tier: one continues past the first inexact page, one ends before it."""
     keys = chain(6, "a")
     with open_store(None) as store:
         put(store, keys)
@@ -137,17 +138,23 @@ def test_a_lease_knows_where_its_exact_pages_end_wherever_they_are() -> None:
             store.check()
 
 
-@pytest.mark.parametrize("payload", ["lmdb", "extents"])
 @pytest.mark.parametrize(
-    ("codec", "disk"),
-    [
-        *((codec, "none") for codec in FIXED),
-        *((codec, codec) for codec in FIXED),
-        ("int8", "int8+zstd"),
-        ("fp8", "fp8+zstd"),
-    ],
+    ("codec", "disk", "payload"),
+    lanes.some(
+        [
+            (codec, disk, payload)
+            for codec, disk in [
+                *((codec, "none") for codec in FIXED),
+                *((codec, codec) for codec in FIXED),
+                ("int8", "int8+zstd"),
+                ("fp8", "fp8+zstd"),
+            ]
+            for payload in ("lmdb", "extents")
+        ],
+        lambda codec, disk, payload: payload == "extents" or codec == "int8",
+    ),
 )
-def test_pages_go_to_disk_as_they_are_held_and_come_back_the_same(
+def test_encoded_pages_are_written_to_disk_unchanged_and_read_back_unchanged(
     tmp_path: Path, codec: str, disk: str, payload: str
 ) -> None:
     keys = chain(4, "a")
@@ -175,7 +182,7 @@ def test_pages_go_to_disk_as_they_are_held_and_come_back_the_same(
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
-def test_a_page_that_goes_down_and_up_many_times_loses_once(codec: str) -> None:
+def test_a_page_moved_down_and_up_many_times_is_altered_only_once(codec: str) -> None:
     keys = chain(3, "a")
     with open_store(None, codec) as store:
         put(store, keys)
@@ -194,7 +201,7 @@ def test_a_page_that_goes_down_and_up_many_times_loses_once(codec: str) -> None:
 
 
 @pytest.mark.parametrize("home", [True, False])
-def test_a_page_that_cannot_be_stated_is_dropped_and_counted_and_no_other_pays_for_it(
+def test_unrepresentable_page_is_dropped_and_counted_and_no_other_page_is_lost(
     tmp_path: Path, home: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys, others = chain(3, "a"), chain(3, "b")
@@ -214,7 +221,7 @@ def test_a_page_that_cannot_be_stated_is_dropped_and_counted_and_no_other_pays_f
         assert store.demote([keys[1]], Tier.HOST) == 0
         store.evict(others, Tier.HBM)
         assert all(error(page, key) < 0.01 for page, key in zip(read(store, others), others, strict=True))
-        put(store, keys[1:])  # computed again, and well this time
+        put(store, keys[1:])  # computed again, this time with finite numbers
         store.demote(keys, Tier.HOST)
         assert store.drain(PATIENCE_S)
         assert store.match(keys).num_pages == 3
@@ -222,7 +229,7 @@ def test_a_page_that_cannot_be_stated_is_dropped_and_counted_and_no_other_pays_f
     assert not caplog.records
 
 
-def test_a_leased_page_that_cannot_be_stated_stays_until_its_lease_ends() -> None:
+def test_leased_unrepresentable_page_stays_until_its_lease_ends() -> None:
     keys = chain(2, "a")
     pages = [content(key) for key in keys]
     pages[0][0, 0, 0, 0, 0] = float("nan")
@@ -240,7 +247,7 @@ def test_a_leased_page_that_cannot_be_stated_stays_until_its_lease_ends() -> Non
         assert len(store.allocate(2, timeout_s=PATIENCE_S)) == 2
 
 
-def test_host_memory_that_holds_no_payload_fails_its_page_alone() -> None:
+def test_invalid_payload_in_host_memory_fails_only_its_page() -> None:
     keys = chain(4, "a")
     with open_store(None) as store:
         put(store, keys)
@@ -262,7 +269,7 @@ def test_host_memory_that_holds_no_payload_fails_its_page_alone() -> None:
         store.check()
 
 
-def test_a_store_of_nothing_but_such_pages_goes_on() -> None:
+def test_a_store_of_only_unrepresentable_pages_continues() -> None:
     with open_store(None, hbm=3, host=2) as store:
         for turn in range(12):
             keys = chain(2, f"{turn}")
@@ -271,8 +278,12 @@ def test_a_store_of_nothing_but_such_pages_goes_on() -> None:
         store.check()
 
 
-def test_pages_of_a_disk_of_the_same_loss_class_are_read_whatever_their_codec(tmp_path: Path) -> None:
-    """Host memory held them as they are then: one went to disk raw, since int8 cannot state it."""
+def test_disk_pages_of_the_same_loss_class_are_read_with_any_codec(tmp_path: Path) -> None:
+    """Reopen a directory that was written with a codec only on disk, now with a codec in HOST.
+
+    One page is stored raw, because int8 cannot represent its infinity. The second store cannot read that page into
+    HOST, so it reports the page as missing.
+    """
     keys, odd = chain(3, "a"), chain(2, "b")
     strange = [content(key) for key in odd]
     strange[1][0, 1, 5, 0, 9] = float("-inf")
@@ -297,7 +308,7 @@ def test_pages_of_a_disk_of_the_same_loss_class_are_read_whatever_their_codec(tm
             store.check()
 
 
-def test_the_keys_are_those_of_the_loss_class(tmp_path: Path) -> None:
+def test_keys_depend_on_the_loss_class(tmp_path: Path) -> None:
     found = {}
     for codec, disk in [
         ("none", "none"),
@@ -313,8 +324,8 @@ def test_the_keys_are_those_of_the_loss_class(tmp_path: Path) -> None:
     assert namespace(LAYOUT.specs, loss_class="int8") != namespace(LAYOUT.specs, loss_class="fp8")
 
 
-def test_no_bytes_of_other_memory_are_packed_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between KV groups belongs to none, and an engine's page does not fill it."""
+def test_packed_pages_contain_no_bytes_of_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's page does not fill the gaps between KV groups, so the packer's buffer must be zero there."""
     state = PageSpec(
         kind="state",
         num_layers=1,
@@ -371,7 +382,7 @@ def test_a_disk_codec_that_is_not_the_memorys_is_refused_by_name(
 
 
 @pytest.mark.parametrize("codec", ["exp", "int8+zstd", "zstd", ""])
-def test_a_codec_of_many_lengths_is_refused_by_the_configuration(codec: str) -> None:
+def test_variable_length_codec_is_refused_by_the_configuration(codec: str) -> None:
     with pytest.raises(ConfigError, match=r"host\.codec"):
         load_config(config(None, codec))
 
@@ -383,10 +394,12 @@ def test_pages_that_a_codec_does_not_encode_are_refused_at_open() -> None:
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_an_archive_takes_pages_as_they_are_held_and_gives_them_to_a_store_like_it(
-    tmp_path: Path, flushed: bool
-) -> None:
-    """What only memory has goes out as it is in HBM, and is encoded as it was when it comes to memory again."""
+def test_archive_moves_encoded_pages_between_equal_stores(tmp_path: Path, flushed: bool) -> None:
+    """Export pages of a store that encodes them, and import them into a second such store.
+
+    Pages on disk are exported encoded, pages that are only in memory decoded. The second store encodes decoded pages
+    again, so their numbers may differ slightly.
+    """
     keys = chain(3, "a")
     with open_store(tmp_path / "one" if flushed else None) as store:
         put(store, keys)

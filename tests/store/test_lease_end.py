@@ -1,4 +1,4 @@
-"""How a lease ends: release, events, deadlines, early and late."""
+"""Tests of how a lease ends: by release, with and without an event, and at its deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, Tier
 
 
-def test_figures_are_final_after_wait_and_stay_so_after_release(store: TierStore) -> None:
+def test_lease_fields_are_final_after_wait_and_kept_after_release(store: TierStore) -> None:
     keys = chain(3)
     slots = write(store, keys[:2])
     with store.acquire(keys) as lease:
@@ -45,7 +45,7 @@ def test_a_second_release_and_any_use_after_it_is_a_lease_error(store: TierStore
 
 
 def test_released_slots_are_reused_only_after_the_event(bench: Bench) -> None:
-    # F004: the last round that was launched still reads the pages
+    # F004: the last work launched on the device still reads the pages
     store = bench.store
     keys = chain(4)
     write(store, keys)
@@ -61,7 +61,7 @@ def test_released_slots_are_reused_only_after_the_event(bench: Bench) -> None:
     assert len(store.allocate(4, timeout_s=PATIENCE_S)) == 4
 
 
-def test_an_event_that_cannot_be_asked_for_as_a_graph_is_captured_has_not_happened(
+def test_event_that_cannot_be_queried_during_graph_capture_is_pending(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def query(event: ManualEvent) -> bool:
@@ -90,7 +90,7 @@ def test_leaving_the_block_with_an_error_releases_too(store: TierStore) -> None:
     assert tier_stats(store, Tier.HBM)["pinned"] == 0
 
 
-def test_a_deadline_that_has_passed_leaves_what_is_below_missing(bench: Bench) -> None:
+def test_passed_deadline_leaves_lower_pages_missing(bench: Bench) -> None:
     keys = chain(3)
     write_down(bench.store, keys, Tier.HOST)
     top = write(bench.store, keys[:1])
@@ -120,7 +120,7 @@ def test_pages_that_are_late_cut_the_lease_at_the_deadline(bench: Bench) -> None
     assert read(bench.store, keys) == 3
 
 
-def test_a_lease_released_while_pages_are_on_their_way_leaks_nothing(bench: Bench) -> None:
+def test_a_lease_released_while_pages_are_in_flight_leaks_nothing(bench: Bench) -> None:
     # F037: abort during an async load, in both orders of release and completion
     keys = chain(4)
     write_down(bench.store, keys, Tier.NVME)
@@ -146,8 +146,8 @@ def test_a_lease_released_while_pages_are_on_their_way_leaks_nothing(bench: Benc
         assert tier_stats(bench.store, Tier.HOST)["free"] == 8
 
 
-def test_a_deadline_wakes_whoever_waits(bench: Bench) -> None:
-    """Nothing else may happen for long: the next turn of the wait is due when the deadline is."""
+def test_deadline_wakes_waiting_callers(bench: Bench) -> None:
+    """Nothing else wakes the pump, so it must not pause beyond the lease's deadline."""
     keys = chain(2)
     write_down(bench.store, keys, Tier.NVME)
     bench.records.hold(UP)
@@ -157,7 +157,7 @@ def test_a_deadline_wakes_whoever_waits(bench: Bench) -> None:
         pause = bench.store._pump._pause()
         assert (
             pause <= 0.2 or monotonic() >= begin + 0.2
-        )  # on a busy machine the deadline may have passed by now
+        )  # on a busy machine the deadline may already have passed
         assert lease.wait(PATIENCE_S) is LeaseState.FAILED
     with bench.store.acquire(keys, deadline_s=3600.0):
         bench.store.poll()

@@ -1,4 +1,4 @@
-"""A store's life: keys, reports, close, and what every call says afterwards."""
+"""Tests of a store from open to close: keys, explain and stats, close, and calls after close or in a forked child."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierstore.types import Hint, LeaseState, Tier
 DOWN = (Tier.HOST, Tier.NVME)
 
 
-def test_keys_are_of_full_pages_and_depend_on_all_that_the_bytes_depend_on() -> None:
+def test_keys_cover_full_pages_and_depend_on_everything_that_changes_kv() -> None:
     with TierStore.open(tiers(), SPEC) as store:
         tokens = list(range(11))
         keys = store.keys(tokens)
@@ -73,7 +73,7 @@ def test_every_call_after_close_is_store_closed(call: Callable[[TierStore], obje
     store.close()
 
 
-def test_a_lease_outlives_its_store_without_harm() -> None:
+def test_lease_may_outlive_its_store() -> None:
     store = TierStore.open(tiers(), SPEC)
     write(store, chain(1))
     with store.acquire(chain(1)) as lease:
@@ -82,7 +82,7 @@ def test_a_lease_outlives_its_store_without_harm() -> None:
             lease.wait(0.0)
 
 
-def test_close_saves_what_only_memory_holds(tmp_path: Path) -> None:
+def test_close_saves_pages_that_are_only_in_memory(tmp_path: Path) -> None:
     keys = chain(4)
     config = tiers(4, 4, tmp_path, nvme_more={"flush": 3600})
     with TierStore.open(config, SPEC) as store:
@@ -92,7 +92,7 @@ def test_close_saves_what_only_memory_holds(tmp_path: Path) -> None:
         assert read(store, keys) == 4
 
 
-def test_close_with_leases_owned_slots_and_pages_on_their_way_ends(tmp_path: Path) -> None:
+def test_close_with_leases_owned_slots_and_pages_in_flight_ends(tmp_path: Path) -> None:
     store = TierStore.open(tiers(6, 4, tmp_path), SPEC)
     write(store, chain(2))
     store.demote(chain(2), Tier.NVME)
@@ -121,7 +121,7 @@ def test_close_leaves_a_stuck_copy_behind_and_frees_the_directory(
         assert read(store, keys) == 2
 
 
-def test_close_does_not_wait_for_ever_for_an_event_of_the_caller(tmp_path: Path) -> None:
+def test_close_does_not_wait_forever_for_an_event_of_the_caller(tmp_path: Path) -> None:
     store = TierStore.open(tiers(4, 4, tmp_path), SPEC)
     write(store, chain(2))
     store.flush()
@@ -132,7 +132,7 @@ def test_close_does_not_wait_for_ever_for_an_event_of_the_caller(tmp_path: Path)
         assert store.match(chain(1, "never")).num_pages == 0
 
 
-def test_close_wakes_those_who_wait(tmp_path: Path) -> None:
+def test_close_wakes_waiting_callers(tmp_path: Path) -> None:
     bench = open_bench(tiers(2, 4, tmp_path), SPEC, pump=True)
     keys = chain(2)
     write(bench.store, keys)
@@ -176,7 +176,7 @@ def test_two_threads_may_close() -> None:
         store.poll()
 
 
-def test_explain_says_where_a_page_is_what_precedes_it_and_why_it_went() -> None:
+def test_explain_reports_tiers_parent_and_eviction_reason_of_a_page() -> None:
     bench = open_bench(tiers(4, 4), SPEC)
     keys = chain(2)
     bench.copies.hold(OUT)
@@ -210,7 +210,7 @@ def test_stats_are_plain_data_with_the_effective_configuration(tmp_path: Path) -
         assert set(config) == {"hbm", "host", "nvme"}
 
 
-def test_check_finds_what_is_out_of_step() -> None:
+def test_check_detects_inconsistent_state() -> None:
     bench = open_bench(tiers(4, 4), SPEC)
     keys = chain(1)
     write(bench.store, keys)
@@ -222,7 +222,7 @@ def test_check_finds_what_is_out_of_step() -> None:
     bench.close()
 
 
-def test_nothing_is_taken_when_time_runs_out_and_the_message_says_what_fills_hbm() -> None:
+def test_timed_out_allocate_takes_nothing_and_the_error_lists_hbm_use() -> None:
     with TierStore.open(tiers(2, 2), SPEC) as store:
         slots = store.allocate(2)
         fill(store, chain(2), slots)
@@ -237,7 +237,7 @@ def test_nothing_is_taken_when_time_runs_out_and_the_message_says_what_fills_hbm
 
 
 def test_a_forked_child_is_refused_at_once_even_if_the_lock_was_held(tmp_path: Path) -> None:
-    """Neither the threads nor whoever held the lock are there: a child that took it would wait for ever."""
+    """A forked child has neither the store's threads nor the thread that holds the lock, so waiting would never end."""
     for config in (tiers(), tiers(nvme=tmp_path / "disk")):
         with TierStore.open(config, SPEC) as store:
             keys = chain(2)
@@ -253,7 +253,7 @@ def test_a_forked_child_is_refused_at_once_even_if_the_lock_was_held(tmp_path: P
 
 
 def _exit_code_in_time(child: int) -> int | None:
-    """None for a child that hangs; it is killed then."""
+    """Return the exit code of a child. If the child hangs, kill it and return None."""
     deadline = monotonic() + PATIENCE_S
     while monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -266,19 +266,19 @@ def _exit_code_in_time(child: int) -> int | None:
 
 
 def _what_a_child_gets(store: TierStore) -> int:
-    """0: every call is refused, and close does nothing."""
+    """Call every method in a forked child. Return 0 if all raise StoreClosed, else 1. ``close`` must not raise."""
     refused = 0
     for call in CALLS:
         try:
             call(store)
         except StoreClosed as error:
-            refused += "after a fork" in str(error)
+            refused += "after the fork" in str(error)
     store.close()
     return 0 if refused == len(CALLS) else 1
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_directory_that_goes_away_under_a_store_breaks_no_call(tmp_path: Path, whole: bool) -> None:
+def test_a_directory_renamed_under_a_store_breaks_no_call(tmp_path: Path, whole: bool) -> None:
     disk = tmp_path / "disk"
     with TierStore.open(tiers(nvme=disk), SPEC) as store:
         keys = chain(3)

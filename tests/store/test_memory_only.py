@@ -1,4 +1,4 @@
-"""Pages that never touch the disk: put with ``memory_only``."""
+"""Tests of pages that are put with ``memory_only`` and must never be written to disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import lanes
 from tests.support.bench import Bench, open_bench
 from tests.support.engine import SLOTS, Engine, page_major
 from tests.support.events import ManualEvent
@@ -52,7 +53,7 @@ def write_secret(store: TierStore, keys: list[PageKey], timeout_s: float = PATIE
 
 
 def on_disk(disk: Path, key: PageKey) -> bool:
-    """Whether the page's bytes, or any sixteenth of them, are in any file under the directory."""
+    """Return whether any of the 16 parts of the page's bytes is in any file under the directory."""
     payload = content(key).numpy().tobytes()
     piece = len(payload) // 16
     files = [path.read_bytes() for path in disk.rglob("*") if path.is_file()]
@@ -66,7 +67,7 @@ def secret(store: TierStore, key: PageKey) -> bool:
     return told
 
 
-def test_what_is_not_memory_only_is_found_on_disk_so_that_the_search_can_fail(
+def test_pages_that_are_not_memory_only_are_found_on_disk_so_that_the_search_can_fail(
     store: TierStore, disk: Path
 ) -> None:
     keys = chain(2)
@@ -87,7 +88,7 @@ def test_neither_flush_nor_demote_nor_time_nor_close_writes_a_memory_only_page(
     assert store.drain(PATIENCE_S)
     assert [where(store, key) for key in keys] == [{Tier.HOST: "ready"}] * 3
     assert read(store, keys) == 3
-    for _ in range(5):  # timed spills: each finds its time come
+    for _ in range(5):  # make timed spills due
         bench.directory.writeback._next_spill = 0.0
         store.poll()
         assert store.drain(PATIENCE_S)
@@ -132,7 +133,7 @@ def test_under_pressure_memory_only_pages_are_dropped_and_ordinary_ones_kept(
 
 
 @pytest.mark.parametrize("host", [None, 1, 2, 8])
-def test_hbm_full_of_memory_only_pages_is_had_again(host: int | None, disk: Path) -> None:
+def test_hbm_full_of_memory_only_pages_can_be_reused(host: int | None, disk: Path) -> None:
     with TierStore.open(tiers(4, host, disk), SPEC, pump=False) as store:
         for i in range(4):
             write_secret(store, chain(4, f"long{i}"))
@@ -141,7 +142,7 @@ def test_hbm_full_of_memory_only_pages_is_had_again(host: int | None, disk: Path
         store.check()
 
 
-def test_without_host_memory_only_pages_make_room_at_once_and_leaf_first(disk: Path) -> None:
+def test_without_host_memory_only_pages_are_evicted_at_once_leaf_first(disk: Path) -> None:
     with TierStore.open(tiers(4, None, disk), SPEC, pump=False) as store:
         keys = chain(4)
         write_secret(store, keys)
@@ -172,7 +173,7 @@ def test_a_full_host_drops_memory_only_pages_for_others_leaf_first(disk: Path) -
             assert lease.missing == keys[2:]
 
 
-def test_ordinary_pages_reach_the_disk_in_their_time_though_host_is_full_of_memory_only_ones(
+def test_ordinary_pages_reach_the_disk_though_host_is_full_of_memory_only_ones(
     disk: Path,
 ) -> None:
     bench = open_bench(tiers(4, 2, disk), SPEC, spill=True)
@@ -220,7 +221,7 @@ def test_memory_only_pages_do_not_keep_others_from_being_loaded(disk: Path) -> N
     bench.close()
 
 
-def test_a_memory_only_page_is_matched_leased_hinted_and_comes_back_from_host(store: TierStore) -> None:
+def test_memory_only_page_is_matched_leased_hinted_and_loaded_from_host(store: TierStore) -> None:
     keys = chain(3)
     write_secret(store, keys)
     assert store.match(keys).tiers == (Tier.HBM,) * 3
@@ -239,7 +240,7 @@ def test_a_memory_only_page_is_matched_leased_hinted_and_comes_back_from_host(st
     assert store.stats()["memory_only"] == 3
 
 
-def test_a_page_held_already_stays_as_it_is(store: TierStore) -> None:
+def test_memory_only_put_of_a_held_page_does_not_restrict_it(store: TierStore) -> None:
     stored, unsaved = chain(2, "stored"), chain(1, "unsaved")
     write(store, stored)
     store.flush()
@@ -253,7 +254,7 @@ def test_a_page_held_already_stays_as_it_is(store: TierStore) -> None:
 
 
 @pytest.mark.parametrize("sunk", [False, True])
-def test_an_ordinary_put_of_the_same_page_lifts_it(store: TierStore, disk: Path, sunk: bool) -> None:
+def test_ordinary_put_of_the_same_page_lifts_memory_only(store: TierStore, disk: Path, sunk: bool) -> None:
     keys = chain(2)
     write_secret(store, keys)
     if sunk:
@@ -265,7 +266,7 @@ def test_an_ordinary_put_of_the_same_page_lifts_it(store: TierStore, disk: Path,
     assert all(on_disk(disk, key) for key in keys)
 
 
-def test_an_ordinary_page_lifts_all_before_it_and_none_beside_or_after_it(disk: Path) -> None:
+def test_ordinary_page_lifts_all_ancestors_but_no_siblings_or_descendants(disk: Path) -> None:
     keys = chain(610)
     siblings = chain(1, "sibling")
     config = tiers(620, 620, disk, nvme_pages=700)
@@ -288,14 +289,14 @@ def test_an_ordinary_page_lifts_all_before_it_and_none_beside_or_after_it(disk: 
     assert not any(on_disk(disk, key) for key in keys[600:])
 
 
-def test_lifted_pages_are_written_in_their_time_and_drain_waits_for_the_lifting(disk: Path) -> None:
+def test_lifted_pages_are_written_and_drain_waits_for_the_lifting(disk: Path) -> None:
     bench = open_bench(
         tiers(620, 1300, disk, nvme_pages=700), SPEC
-    )  # no tier needs room: nothing else is under way
+    )  # no tier needs space, so no other transfer is in flight
     store, keys = bench.store, chain(600)
     write_secret(store, keys)
     assert store.drain(PATIENCE_S)
-    write(store, keys[-1:])  # held already: nothing is copied
+    write(store, keys[-1:])  # stored already, so nothing is copied
     assert store.drain(PATIENCE_S)
     assert store.stats()["memory_only"] == 0
     for _ in range(40):
@@ -318,11 +319,11 @@ def test_a_memory_only_page_before_a_stored_one_may_be_stored(store: TierStore, 
     assert all(Tier.NVME in where(store, key) for key in keys)
 
 
-def test_a_restriction_ends_with_the_last_copy_and_none_is_remembered(disk: Path) -> None:
+def test_memory_only_ends_with_the_last_copy(disk: Path) -> None:
     with TierStore.open(tiers(2, None, disk), SPEC, pump=False) as store:
         directory = store._directory
         keys = chain(500)
-        for i in range(100_000):
+        for i in range(lanes.examples(20_000, 100_000)):
             key = keys[i % 500]
             slot = directory.residency.take(Tier.HBM)
             directory.sealed.put([key], [slot], None, None, written=True, memory_only=True)
@@ -341,7 +342,7 @@ def test_a_restriction_ends_with_the_last_copy_and_none_is_remembered(disk: Path
         store.check()
 
 
-def test_a_page_whose_source_goes_while_it_is_copied_stays_memory_only(bench: Bench, disk: Path) -> None:
+def test_page_whose_source_is_evicted_during_a_copy_stays_memory_only(bench: Bench, disk: Path) -> None:
     store, keys = bench.store, chain(1)
     bench.copies.hold(OUT)
     write_secret(store, keys)
@@ -411,7 +412,7 @@ def put_engine(bench: Bench, engine: Engine, keys: list[PageKey], *, memory_only
     bench.store.check()
 
 
-def test_an_engines_memory_only_pages_go_to_host_and_no_further(
+def test_memory_only_engine_pages_reach_host_but_not_disk(
     engine_bench: Bench, engine: Engine, disk: Path
 ) -> None:
     store = engine_bench.store
@@ -435,7 +436,7 @@ def test_an_engines_memory_only_pages_go_to_host_and_no_further(
     assert all(on_disk(disk, key) for key in chain(4, "other"))
 
 
-def test_an_engines_ordinary_put_lifts_the_pages_and_those_before(
+def test_ordinary_engine_put_lifts_the_pages_and_their_ancestors(
     engine_bench: Bench, engine: Engine, disk: Path
 ) -> None:
     keys = chain(4)

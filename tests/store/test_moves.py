@@ -1,4 +1,4 @@
-"""demote, and copies on their way: what is promised while something stands still."""
+"""Tests of demote and of copies in flight: what the store promises while a transfer is stalled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore.types import LeaseState, Tier
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
-def test_demote_goes_down_to_the_tier_and_lets_upper_copies_go(store: TierStore, tier: Tier) -> None:
+def test_demote_moves_pages_to_the_tier_and_drops_upper_copies(store: TierStore, tier: Tier) -> None:
     keys = chain(3)
     write(store, keys)
     assert store.demote([*keys, *chain(2, "missing")], tier) == 3
@@ -77,8 +77,8 @@ def test_a_failed_demotion_leaves_the_source_readable(bench: Bench) -> None:
     assert read(bench.store, keys) == 3
 
 
-def test_a_demotion_goes_on_when_another_copy_arrived_below_meanwhile(bench: Bench) -> None:
-    # The page is written again while its promotion is under way; then it has to go down past it.
+def test_demotion_continues_when_another_copy_arrived_below(bench: Bench) -> None:
+    # The page is put again while its promotion is in flight. Then it must be demoted past the copy arriving in HOST.
     keys = chain(1)
     store = bench.store
     write(store, keys)
@@ -108,8 +108,8 @@ def test_a_demotion_ends_when_the_copy_it_waits_for_is_evicted(bench: Bench) -> 
     assert bench.store.match(keys).tiers == (Tier.HOST, Tier.HOST)
 
 
-def test_a_load_does_not_wait_for_ever_for_a_copy_that_came_from_above(bench: Bench) -> None:
-    # HOST gets its copy from HBM, NVMe from an older copy in HOST; then the one in HBM goes.
+def test_a_load_does_not_wait_forever_for_a_copy_from_above(bench: Bench) -> None:
+    # HOST receives its copy from HBM, and NVMe receives an older copy from HOST. Then the copy in HBM is evicted.
     keys = chain(1)
     store = bench.store
     write(store, keys)
@@ -131,7 +131,7 @@ def test_a_load_does_not_wait_for_ever_for_a_copy_that_came_from_above(bench: Be
 
 
 def test_a_source_stays_until_its_load_is_acknowledged(bench: Bench) -> None:
-    # F022: host pressure while the copy stands still
+    # F022: HOST needs space while the copy is stalled
     keys = chain(4)
     write(bench.store, keys)
     bench.store.demote(keys, Tier.HOST)
@@ -167,7 +167,7 @@ def test_a_page_is_served_from_above_while_its_record_is_being_written(bench: Be
 
 
 def test_slots_swapped_between_tiers_under_random_stalls_keep_their_bytes(bench: Bench) -> None:
-    # F005: demote a->h1, promote h1->g2, demote b->h1, promote h1->g3, no waiting in between
+    # F005: demote a->h1, promote h1->g2, demote b->h1, promote h1->g3, without waiting for any of them
     a, b = chain(2, "a"), chain(2, "b")
     store = bench.store
     bench.copies.hold(OUT, IN)
@@ -192,8 +192,8 @@ def test_slots_swapped_between_tiers_under_random_stalls_keep_their_bytes(bench:
     assert read(store, b) == 2
 
 
-def test_a_page_overwritten_after_its_slot_was_given_up_is_copied_as_it_was(bench: Bench) -> None:
-    # F008: the source of a copy under way is not handed out
+def test_page_is_copied_unchanged_though_its_slot_was_reused(bench: Bench) -> None:
+    # F008: a slot is not handed out while it is the source of a copy in flight
     keys = chain(2)
     bench.copies.hold(OUT)
     write(bench.store, keys)

@@ -1,4 +1,7 @@
-"""promote: pages brought up ahead of need, whom they may displace, when nothing starts, and how they are counted."""
+"""Tests of promote: which pages it loads early, which pages it may evict, and when it starts nothing.
+
+Also tests how promoted pages are counted.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def stored(store: TierStore, name: str, length: int, tier: Tier = Tier.NVME) -> list[PageKey]:
-    """A sequence of which only the copies in ``tier`` and below are left."""
+    """Write a sequence, and demote it, so that ``tier`` is the fastest tier that contains it. Return its keys."""
     keys = chain(length, name)
     write(store, keys)
     store.demote(keys, tier)
@@ -50,7 +53,7 @@ def stored(store: TierStore, name: str, length: int, tier: Tier = Tier.NVME) -> 
 
 
 def others_pass_through(store: TierStore) -> None:
-    """More pages than HBM holds are put and saved, one after the other."""
+    """Put and flush more pages than HBM holds, one after the other."""
     for name in "abcde":
         write(store, chain(1, name))
         store.flush()
@@ -64,7 +67,7 @@ def need(
     return hint
 
 
-def test_pages_go_up_one_tier_at_a_time_and_are_what_was_put(store: TierStore) -> None:
+def test_pages_are_promoted_one_tier_at_a_time_and_unchanged(store: TierStore) -> None:
     keys = stored(store, "a", 2)
     hint = need(store, "r", keys)
     assert store.promote(hint, keys, Tier.HBM).keys == ()
@@ -78,7 +81,7 @@ def test_pages_go_up_one_tier_at_a_time_and_are_what_was_put(store: TierStore) -
     assert counter(store, "prefetch_bytes", "useful") == 2 * SPEC.page_nbytes
 
 
-def test_what_is_there_or_on_its_way_is_not_brought_again(bench: Bench) -> None:
+def test_pages_in_the_tier_or_in_flight_are_not_promoted_again(bench: Bench) -> None:
     store, keys = bench.store, stored(bench.store, "a", 2, Tier.HOST)
     hint = need(store, "r", keys)
     bench.copies.hold(IN)
@@ -104,14 +107,14 @@ def test_nothing_starts_for_a_hint_that_was_withdrawn_or_replaced(store: TierSto
     assert store.match(keys).tiers == (Tier.HOST, Tier.HOST)
 
 
-def test_nothing_starts_for_a_hint_that_nobody_gave(store: TierStore) -> None:
+def test_nothing_starts_for_an_unknown_hint(store: TierStore) -> None:
     keys = stored(store, "a", 1, Tier.HOST)
     assert not store.promote(Hint("r", 1, tuple(keys)), keys, Tier.HBM).in_force
     store.hint(Hint("s", 1, tuple(keys), "retain"))
     assert not store.promote(Hint("s", 1, tuple(keys)), keys, Tier.HBM).in_force
 
 
-def test_nothing_starts_once_the_time_of_a_hint_has_run_out(store: TierStore) -> None:
+def test_nothing_starts_once_a_hint_has_expired(store: TierStore) -> None:
     keys = stored(store, "a", 1, Tier.HOST)
     hint = Hint("r", 1, tuple(keys), ttl_s=0.0)
     store.hint(hint)
@@ -119,7 +122,7 @@ def test_nothing_starts_once_the_time_of_a_hint_has_run_out(store: TierStore) ->
     assert not store.promote(hint, keys, Tier.HBM).in_force
 
 
-def test_a_promotion_displaces_what_nobody_announced_and_nothing_that_is_kept_or_held(
+def test_a_promotion_displaces_pages_without_a_hint_but_no_kept_or_leased_ones(
     store: TierStore,
 ) -> None:
     keys = stored(store, "a", 3, Tier.HOST)
@@ -137,7 +140,7 @@ def test_a_promotion_displaces_what_nobody_announced_and_nothing_that_is_kept_or
     assert store.match(stays).tiers == (Tier.HBM,)
 
 
-def test_what_was_brought_for_one_hint_makes_no_room_for_another_unless_that_is_said_to_go_first(
+def test_promoted_pages_make_space_for_another_hint_only_if_it_may_displace_them(
     store: TierStore,
 ) -> None:
     later, sooner = stored(store, "later", 2, Tier.HOST), stored(store, "sooner", 2, Tier.HOST)
@@ -153,7 +156,7 @@ def test_what_was_brought_for_one_hint_makes_no_room_for_another_unless_that_is_
     store.free(taken)
 
 
-def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_them_is_sooner(
+def test_page_shared_by_hints_is_displaced_only_if_all_of_them_are_later(
     store: TierStore,
 ) -> None:
     shared, sooner = stored(store, "shared", 1, Tier.HOST), stored(store, "sooner", 1, Tier.HOST)
@@ -166,7 +169,7 @@ def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_th
     assert store.drain(PATIENCE_S)
     first = need(store, "first", sooner)
     assert store.promote(first, sooner, Tier.HBM, over=[third]).keys == ()
-    assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # nobody lost it in vain
+    assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # no page was evicted in vain
     assert store.promote(first, sooner, Tier.HBM, over=[second, third, fourth]).keys == tuple(sooner)
     assert store.match(own).tiers == (Tier.HOST,)
     assert store.promote(need(store, "too", more), more, Tier.HBM, over=[second, third]).keys == tuple(more)
@@ -174,14 +177,14 @@ def test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_th
     store.free(taken)
 
 
-def test_a_page_that_is_not_right_below_ends_it(store: TierStore) -> None:
+def test_page_not_in_the_next_lower_tier_ends_the_promotion(store: TierStore) -> None:
     keys = [*stored(store, "a", 1, Tier.HOST), *stored(store, "b", 1), *stored(store, "c", 1, Tier.HOST)]
     found = store.promote(need(store, "r", keys), keys, Tier.HBM)
     assert (found.keys, found.covered) == ((keys[0],), 1)
     assert store.drain(PATIENCE_S)
 
 
-def test_a_page_that_left_while_it_was_kept_is_kept_again_once_a_lease_brings_it_back(
+def test_kept_page_evicted_and_loaded_by_a_lease_is_kept_again(
     store: TierStore,
 ) -> None:
     keys = stored(store, "kept", 2, Tier.HOST)
@@ -206,7 +209,7 @@ def test_a_page_that_is_kept_stays_so_when_a_retention_of_it_ends(store: TierSto
     assert store.match(keys).tiers == (Tier.HBM, Tier.HBM)
 
 
-def test_a_page_that_is_retained_stays_so_when_nobody_expects_it_any_more(store: TierStore) -> None:
+def test_a_retained_page_stays_retained_when_no_request_expects_it(store: TierStore) -> None:
     keys = stored(store, "kept", 2, Tier.HOST)
     assert store.promote(need(store, "r", keys), keys, Tier.HBM).covered == 2
     assert store.drain(PATIENCE_S)
@@ -217,7 +220,7 @@ def test_a_page_that_is_retained_stays_so_when_nobody_expects_it_any_more(store:
 
 
 @pytest.mark.parametrize("ending", ["cancel", "time"])
-def test_what_was_brought_is_as_others_once_its_hint_has_ended(store: TierStore, ending: str) -> None:
+def test_promoted_pages_are_ordinary_once_their_hint_has_ended(store: TierStore, ending: str) -> None:
     one, other = stored(store, "one", 2, Tier.HOST), stored(store, "other", 2, Tier.HOST)
     taken = store.allocate(2)
     hint = need(store, "r", one)
@@ -251,7 +254,7 @@ def test_a_page_that_two_hints_need_is_kept_until_both_have_ended(store: TierSto
     store.free(taken)
 
 
-def test_host_memory_that_a_page_came_through_is_free_for_the_next(tmp_path: Path) -> None:
+def test_host_slot_a_page_passed_through_is_free_for_the_next(tmp_path: Path) -> None:
     bench = open_bench(tiers(hbm=8, host=2, nvme=tmp_path), SPEC)
     store = bench.store
     store.take_hints()
@@ -267,7 +270,7 @@ def test_host_memory_that_a_page_came_through_is_free_for_the_next(tmp_path: Pat
     bench.close()
 
 
-def test_nothing_starts_while_a_lease_waits_for_pages_on_the_same_way(bench: Bench) -> None:
+def test_nothing_starts_while_a_lease_waits_for_pages_on_the_same_edge(bench: Bench) -> None:
     store = bench.store
     asked, expected = stored(store, "asked", 1, Tier.HOST), stored(store, "expected", 1, Tier.HOST)
     hint = need(store, "r", expected)
@@ -279,7 +282,7 @@ def test_nothing_starts_while_a_lease_waits_for_pages_on_the_same_way(bench: Ben
         assert store.promote(hint, expected, Tier.HBM).keys == tuple(expected)
 
 
-def test_a_lease_takes_over_what_is_on_its_way_and_it_counts_as_late(bench: Bench) -> None:
+def test_a_lease_takes_over_pages_in_flight_which_count_as_late(bench: Bench) -> None:
     store, keys = bench.store, stored(bench.store, "a", 2, Tier.HOST)
     bench.copies.hold(IN)
     store.promote(need(store, "r", keys), keys, Tier.HBM)
@@ -293,7 +296,7 @@ def test_a_lease_takes_over_what_is_on_its_way_and_it_counts_as_late(bench: Benc
     assert counter(store, "prefetch_bytes", "useful") == 0
 
 
-def test_what_leaves_unused_while_its_hint_stands_is_wasted(store: TierStore) -> None:
+def test_promoted_pages_evicted_unused_during_their_hint_count_as_wasted(store: TierStore) -> None:
     keys = stored(store, "a", 2, Tier.HOST)
     store.promote(need(store, "r", keys), keys, Tier.HBM)
     assert store.drain(PATIENCE_S)
@@ -306,14 +309,14 @@ def avoided(store: TierStore) -> float:
 
 
 def know_rates(bench: Bench, **rates: float) -> None:
-    """Bytes a second of the edges from now on: transfers in between count for nothing."""
+    """Set the measured throughput of edges in bytes per second, in place of what transfers have measured."""
     for edge, rate in rates.items():
         src, dst = edge.split("_")
         bench.directory.transfers.rates[Tier[src], Tier[dst]] = rate
 
 
-def test_a_lease_tells_how_much_load_time_was_behind_it(bench: Bench) -> None:
-    """Of a page that was read and loaded the longer of the two; of one that was only read, the reading."""
+def test_a_lease_reports_how_much_load_time_it_avoided(bench: Bench) -> None:
+    """A promotion to HBM saves the longer of the read from disk and the load. A promotion to HOST saves the read."""
     store, loaded, waits = bench.store, stored(bench.store, "a", 1), stored(bench.store, "b", 1)
     hint = need(store, "r", [*loaded, *waits])
     store.promote(hint, loaded, Tier.HOST)
@@ -332,7 +335,7 @@ def test_a_lease_tells_how_much_load_time_was_behind_it(bench: Bench) -> None:
         assert avoided(store) == 16.0
 
 
-def test_a_load_that_is_still_under_way_avoids_nothing_yet_but_the_read_before_it_did(bench: Bench) -> None:
+def test_load_in_flight_avoids_no_time_but_its_finished_read_does(bench: Bench) -> None:
     store, keys, other = bench.store, stored(bench.store, "a", 1), stored(bench.store, "b", 1, Tier.HOST)
     hint = need(store, "r", [*keys, *other])
     store.promote(hint, keys, Tier.HOST)
@@ -346,7 +349,7 @@ def test_a_load_that_is_still_under_way_avoids_nothing_yet_but_the_read_before_i
         bench.open_gates()
 
 
-def test_what_nobody_brought_or_nobody_takes_avoids_nothing(store: TierStore) -> None:
+def test_unpromoted_and_unused_pages_avoid_no_load_time(store: TierStore) -> None:
     keys, unused = stored(store, "a", 2, Tier.HOST), stored(store, "b", 2, Tier.HOST)
     store.promote(need(store, "r", unused), unused, Tier.HBM)
     assert store.drain(PATIENCE_S)
@@ -355,8 +358,8 @@ def test_what_nobody_brought_or_nobody_takes_avoids_nothing(store: TierStore) ->
     assert avoided(store) == 0.0
 
 
-def test_every_page_that_was_brought_is_counted_once_and_no_more_than_once(store: TierStore) -> None:
-    """Useful, late, wasted and cancelled add up to what was brought and is not waiting to be used any more."""
+def test_every_promoted_page_is_counted_exactly_once(store: TierStore) -> None:
+    """Check that the bytes of each promoted page are counted once, as useful, late, wasted or cancelled."""
     useful, wasted, cancelled = (stored(store, name, 1, Tier.HOST) for name in ("u", "w", "c"))
     for name, keys in (("u", useful), ("w", wasted), ("c", cancelled)):
         store.promote(need(store, name, keys), keys, Tier.HBM)
@@ -371,7 +374,7 @@ def test_every_page_that_was_brought_is_counted_once_and_no_more_than_once(store
     assert counts == {"useful": page, "late": 0.0, "wasted": page, "cancelled": page}
 
 
-def test_what_stays_are_the_pages_under_leases_and_those_retained(store: TierStore) -> None:
+def test_staying_lists_the_pages_under_leases_and_the_retained_pages(store: TierStore) -> None:
     leased, retained, idle = chain(1, "leased"), chain(2, "retained"), chain(1, "idle")
     for keys in (leased, retained, idle):
         write(store, keys)
@@ -386,7 +389,7 @@ def test_what_stays_are_the_pages_under_leases_and_those_retained(store: TierSto
     assert store.staying() == []
 
 
-def test_pages_that_a_lease_waits_for_or_sealed_stay_too(bench: Bench) -> None:
+def test_staying_includes_pages_a_lease_waits_for_or_sealed(bench: Bench) -> None:
     store, coming = bench.store, stored(bench.store, "a", 1, Tier.HOST)
     sealed = chain(1, "sealed")
     bench.copies.hold(IN)
@@ -396,7 +399,7 @@ def test_pages_that_a_lease_waits_for_or_sealed_stay_too(bench: Bench) -> None:
         bench.open_gates()
 
 
-def test_a_page_that_breaks_on_its_way_is_not_counted_on_and_not_kept(bench: Bench) -> None:
+def test_page_that_fails_in_flight_is_neither_counted_nor_kept(bench: Bench) -> None:
     store, keys = bench.store, stored(bench.store, "a", 2)
     hint = need(store, "r", keys)
     bench.records.fail_next(UP, 0)
@@ -406,7 +409,9 @@ def test_a_page_that_breaks_on_its_way_is_not_counted_on_and_not_kept(bench: Ben
     assert store.match(keys).num_pages == 0
 
 
-def test_what_is_kept_for_a_request_is_no_victim_because_another_has_no_use_for_it(store: TierStore) -> None:
+def test_wont_need_of_another_request_does_not_evict_kept_pages(
+    store: TierStore,
+) -> None:
     shared = stored(store, "shared", 2, Tier.HOST)
     hint = need(store, "expected", shared)
     assert store.promote(hint, shared, Tier.HBM).covered == 2
@@ -423,7 +428,7 @@ def test_what_is_kept_for_a_request_is_no_victim_because_another_has_no_use_for_
     assert Tier.HBM not in store.match(shared).tiers
 
 
-def test_hbm_full_of_leased_pages_takes_nothing_and_keeps_what_it_keeps(store: TierStore) -> None:
+def test_full_hbm_without_victims_starts_no_promotion(store: TierStore) -> None:
     expected = stored(store, "e", 2, Tier.HOST)
     hint = need(store, "r", expected)
     taken = store.allocate(4)
@@ -445,7 +450,7 @@ def test_only_a_tier_with_one_below_can_be_promoted_to(store: TierStore) -> None
         bench.store.promote(hint, chain(1), Tier.HBM)
 
 
-def test_without_host_memory_pages_come_straight_from_disk(tmp_path: Path) -> None:
+def test_without_host_memory_pages_are_read_directly_from_disk(tmp_path: Path) -> None:
     bench = open_bench(tiers(hbm=4, host=None, nvme=tmp_path), SPEC)
     store = bench.store
     store.take_hints()
@@ -475,7 +480,7 @@ def test_a_prefetcher_that_waits_for_hints_is_woken_by_one(tmp_path: Path) -> No
     bench.close()
 
 
-def test_nothing_is_remembered_of_hints_that_have_ended(store: TierStore, bench: Bench) -> None:
+def test_ended_hints_leave_no_state(store: TierStore, bench: Bench) -> None:
     keys = stored(store, "a", 2, Tier.HOST)
     for revision in range(1, 200, 2):
         hint = need(store, "r", keys, revision)

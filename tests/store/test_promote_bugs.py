@@ -1,4 +1,4 @@
-"""Bugs planted in promotions that long walks seldom come to: the test that is there for each notices it."""
+"""Plants bugs in parts of promotion that random walks rarely reach, and checks that a test notices each bug."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Check = Callable[[Path], None]
 def shared_places(path: Path) -> None:
     _on_a_bench(
         path,
-        test_promote.test_a_page_that_several_later_hints_share_makes_way_and_not_where_one_of_them_is_sooner,
+        test_promote.test_page_shared_by_hints_is_displaced_only_if_all_of_them_are_later,
     )
 
 
 def memory_on_the_way(path: Path) -> None:
-    test_promote.test_host_memory_that_a_page_came_through_is_free_for_the_next(path / "host")
+    test_promote.test_host_slot_a_page_passed_through_is_free_for_the_next(path / "host")
 
 
 def _on_a_bench(path: Path, test: Callable[[TierStore], None]) -> None:
@@ -42,10 +42,10 @@ def _on_a_bench(path: Path, test: Callable[[TierStore], None]) -> None:
 KEEPERS = "return keepers == 1 or keepers == sum(place in self._kept.get(name, ()) for name in later)"
 
 BUGS = [
-    (shared_places, Bug("what several share never makes way", KEEPERS, "return keepers == 1")),
+    (shared_places, Bug("shared pages are never displaced", KEEPERS, "return keepers == 1")),
     (
         shared_places,
-        Bug("what several share makes way for one that is later than some of them", KEEPERS, "return True"),
+        Bug("shared pages are displaced by a request later than some of them", KEEPERS, "return True"),
     ),
     (
         memory_on_the_way,

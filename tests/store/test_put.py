@@ -1,4 +1,4 @@
-"""put: what a sealed page is, duplicates, adoption, pinning under a lease, and the event that ends the writing."""
+"""Tests of put: sealed pages, duplicates, adopted pages, pins of a lease, and the event that ends a write."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def bench() -> Iterator[Bench]:
 
 
 def push_down(bench: Bench, keys: list[PageKey]) -> None:
-    """The pages are in HOST alone."""
+    """Write pages and demote them, so that they are only in HOST."""
     write(bench.store, keys)
     bench.store.demote(keys, Tier.HOST)
     assert bench.store.drain(PATIENCE_S)
     assert {tuple(where(bench.store, key)) for key in keys} == {(Tier.HOST,)}
 
 
-def test_pages_are_matchable_on_return(store: TierStore) -> None:
+def test_pages_match_once_put_returns(store: TierStore) -> None:
     keys = chain(3)
     slots = store.allocate(3)
     assert store.match(keys).num_pages == 0
@@ -63,7 +63,7 @@ def test_a_gap_ends_the_match(store: TierStore) -> None:
     assert store.match(keys[1:]).num_pages == 0
 
 
-def test_sealed_slots_are_no_longer_the_callers(store: TierStore) -> None:
+def test_sealed_slots_no_longer_belong_to_the_caller(store: TierStore) -> None:
     slots = write(store, chain(2))
     with pytest.raises(LeaseError):
         store.free(slots)
@@ -79,7 +79,7 @@ def test_unequal_lengths_are_a_value_error_and_change_nothing(store: TierStore) 
     store.free(slots)
 
 
-def test_a_slot_of_somebody_else_is_a_lease_error_and_changes_nothing(store: TierStore) -> None:
+def test_a_slot_of_another_owner_is_a_lease_error_and_changes_nothing(store: TierStore) -> None:
     keys = chain(3)
     slots = store.allocate(2)
     for wrong in (99, -1, slots[0]):
@@ -90,7 +90,7 @@ def test_a_slot_of_somebody_else_is_a_lease_error_and_changes_nothing(store: Tie
     store.free(slots)
 
 
-def test_what_cannot_be_a_key_is_a_value_error_and_changes_nothing(store: TierStore) -> None:
+def test_a_key_that_is_too_short_is_a_value_error_and_changes_nothing(store: TierStore) -> None:
     slots = store.allocate(2)
     with pytest.raises(ValueError, match="36 bytes"):
         store.put([chain(1)[0], PageKey(b"short")], slots)
@@ -133,7 +133,7 @@ def test_the_same_key_twice_in_one_put_keeps_the_first_slot(store: TierStore) ->
 
 
 def test_no_copy_starts_before_the_writing_event(bench: Bench) -> None:
-    # F001: the host runs ahead of the kernel that writes the page
+    # F001: the CPU continues before the kernel that writes the page has run
     keys = chain(2)
     slots = bench.store.allocate(2)
     event = ManualEvent()
@@ -149,7 +149,7 @@ def test_no_copy_starts_before_the_writing_event(bench: Bench) -> None:
     assert read(bench.store, keys) == 2
 
 
-def test_an_unwritten_page_says_what_to_wait_for(store: TierStore) -> None:
+def test_unwritten_page_has_the_event_of_its_writer(store: TierStore) -> None:
     keys = chain(2)
     slots = store.allocate(2)
     event = ManualEvent()
@@ -183,14 +183,14 @@ def test_an_unwritten_page_that_was_evicted_keeps_its_slot_until_the_event(store
     assert store.allocate(1, timeout_s=PATIENCE_S) == slots
 
 
-def test_write_behind_copies_to_host_while_host_has_room(store: TierStore) -> None:
+def test_write_behind_copies_to_host_while_host_has_space(store: TierStore) -> None:
     keys = chain(3)
     write(store, keys)
     assert store.drain(PATIENCE_S)
     assert where(store, keys[0]) == {Tier.HBM: "ready", Tier.HOST: "ready"}
 
 
-def test_write_behind_never_costs_another_page_its_last_copy_below() -> None:
+def test_write_behind_never_drops_another_pages_last_copy_below() -> None:
     with TierStore.open(tiers(hbm=8, host=2), SPEC) as store:
         first, second = chain(2, "a"), chain(4, "b")
         write(store, first)
@@ -203,7 +203,7 @@ def test_write_behind_never_costs_another_page_its_last_copy_below() -> None:
         assert store.match(second).tiers == (Tier.HBM,) * 4
 
 
-def test_a_page_only_below_is_adopted_as_clean_and_not_written_again(bench: Bench) -> None:
+def test_page_present_only_below_is_adopted_as_clean(bench: Bench) -> None:
     keys = chain(2)
     push_down(bench, keys)
     before = counter(bench.store, "transfer_bytes", "HBM,HOST")
@@ -217,7 +217,7 @@ def test_a_page_only_below_is_adopted_as_clean_and_not_written_again(bench: Benc
 
 
 def test_a_page_being_loaded_adopts_the_slot_and_its_lease_is_ready(bench: Bench) -> None:
-    # F041: the late copy of the first life lands in a slot nobody uses
+    # F041: the late copy of the earlier load arrives in a slot that is not in use
     keys = chain(2)
     push_down(bench, keys)
     bench.copies.hold(IN)
@@ -301,7 +301,9 @@ def test_a_lease_of_another_store_is_refused_and_nothing_is_changed(store: TierS
 
 
 @pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, [0] * 36])
-def test_what_is_no_key_is_a_value_error_and_nothing_is_changed(store: TierStore, strange: PageKey) -> None:
+def test_every_kind_of_invalid_key_is_a_value_error_and_changes_nothing(
+    store: TierStore, strange: PageKey
+) -> None:
     slots = store.allocate(2)
     with pytest.raises(ValueError, match="must be 36 bytes"):
         store.put([chain(1)[0], strange], slots)
@@ -310,10 +312,8 @@ def test_what_is_no_key_is_a_value_error_and_nothing_is_changed(store: TierStore
 
 
 @pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, 0])
-def test_a_parent_that_is_no_key_is_a_value_error_and_nothing_is_changed(
-    store: TierStore, strange: PageKey
-) -> None:
-    """On its way to disk it would fail the pages of others."""
+def test_invalid_parent_is_a_value_error_and_changes_nothing(store: TierStore, strange: PageKey) -> None:
+    """An invalid parent would make a whole batch of disk writes fail, with the pages of other callers in it."""
     slots = store.allocate(1)
     with pytest.raises(ValueError, match=r"a parent must be a page key of 36 bytes"):
         store.put(chain(1), slots, parent=strange)

@@ -1,4 +1,4 @@
-"""Measured throughput by edge, as a caller sees it."""
+"""Test the measured throughput per edge that ``rates`` returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ready(layer)``: a layer of a lease can be used while the others are on their way."""
+"""Tests of ``ready(layer)``: a layer of a lease can be used while later layers are in flight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bench() -> Iterator[Bench]:
 
 
 class Let:
-    """Parts of pages are written into HBM when the test lets them."""
+    """Holds back copies into HBM until the test lets them go, part by part. If ``broken`` is set, they fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._let = Semaphore(0)
@@ -56,7 +56,7 @@ class Let:
 
 
 def below(bench: Bench, keys: list[PageKey]) -> None:
-    """The pages are in HOST, HBM holds rubbish."""
+    """Put the pages into HOST only, and fill HBM with rubbish."""
     slots = bench.store.allocate(len(keys))
     fill(bench.store, keys, slots, SPEC)
     bench.store.put(keys, slots)
@@ -68,7 +68,7 @@ def below(bench: Bench, keys: list[PageKey]) -> None:
 
 
 def layers_right(bench: Bench, keys: list[PageKey], slots: list[int]) -> list[bool]:
-    """For each layer, whether it is there in all of the slots."""
+    """Return, for each layer, whether all slots contain the expected bytes."""
     pages = page_tensor(bench.store)
     found = [
         [np.array_equal(pages[slot][i].numpy().view(np.uint8), content(key, SPEC)[i].numpy().view(np.uint8))
@@ -96,7 +96,7 @@ def test_a_layer_is_ready_while_later_ones_are_not(bench: Bench, monkeypatch: py
         assert lease.wait(PATIENCE_S) is LeaseState.READY
 
 
-def test_a_page_that_is_not_even_on_its_way_keeps_every_layer_waiting(bench: Bench) -> None:
+def test_a_page_that_is_not_in_flight_yet_keeps_every_layer_waiting(bench: Bench) -> None:
     keys = chain(4)
     below(bench, keys)
     bench.copies.hold(IN)
@@ -128,10 +128,14 @@ def test_a_copy_that_fails_after_its_first_layers_still_cuts_the_lease(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_page_that_is_put_while_its_layers_are_read_is_taken_from_its_readers(
+def test_page_put_while_its_layers_load_truncates_their_readers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """Their old slots are others' soon. Who was told of no layer has not read them, and gets the new ones."""
+    """Put a page again while a lease waits for its layers, so that its old slot is soon reused.
+
+    Once ``ready`` has returned for a layer, the caller may be reading the old slot, so the lease is truncated before
+    the page. Otherwise the lease switches to the new slot.
+    """
     keys = chain(3)
     below(bench, keys)
     let = Let(monkeypatch)
@@ -153,7 +157,7 @@ def test_a_page_that_is_put_while_its_layers_are_read_is_taken_from_its_readers(
     assert bench.store.match(keys).tiers == (Tier.HBM,) * 3
 
 
-def test_a_layer_of_pages_that_are_still_written_has_the_event_of_their_writer(
+def test_layer_of_pages_being_written_has_their_writers_event(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain(3)

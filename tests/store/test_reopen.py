@@ -1,4 +1,4 @@
-"""A directory over time: restarts, other models, other processes, and configurations that cannot be."""
+"""Tests of opening a directory again: restarts, other models, other processes, and invalid configurations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.bench import open_bench
 from tests.support.pages import PATIENCE_S, SPEC, chain, counter, read, read_soon, tier_stats, tiers, write
 from tierstore.config import load_config
@@ -20,7 +21,7 @@ from tierstore.types import Tier
 CHECKOUT = Path(__file__).parents[2]
 
 
-def test_everything_flushed_is_there_after_a_restart_with_its_chain(tmp_path: Path) -> None:
+def test_flushed_pages_and_their_parents_survive_a_restart(tmp_path: Path) -> None:
     # F046
     config = tiers(4, 8, tmp_path)
     sequences = [chain(3, str(i)) for i in range(10)]
@@ -36,7 +37,7 @@ def test_everything_flushed_is_there_after_a_restart_with_its_chain(tmp_path: Pa
         store.check()
 
 
-def test_what_was_evicted_does_not_come_back(tmp_path: Path) -> None:
+def test_evicted_pages_do_not_return_after_a_restart(tmp_path: Path) -> None:
     config = tiers(4, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
         write(store, chain(3))
@@ -92,7 +93,7 @@ def test_other_pages_on_the_same_directory_are_clean_misses_and_both_are_kept(
         assert read(store, keys) == 3
 
 
-def test_a_directory_in_use_is_refused_naming_the_holder_and_the_holder_goes_on(tmp_path: Path) -> None:
+def test_directory_in_use_is_refused_naming_the_holder(tmp_path: Path) -> None:
     config = tiers(4, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
         with pytest.raises(ConfigError, match=r"nvme\.path.*in use by process \d+"):
@@ -105,17 +106,15 @@ def test_a_directory_in_use_is_refused_naming_the_holder_and_the_holder_goes_on(
             "try: TierStore.open(tiers(4, 8, Path(sys.argv[1])), SPEC)\n"
             "except ConfigError as error: sys.exit(str(error))\n"
         )
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        other = subprocess.run(
-            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=240, check=False
-        )
+        other = forked.run(program, tmp_path)
         assert "in use by process" in other.stderr
         write(store, chain(2))
         store.flush()
         assert read(store, chain(2)) == 2
 
 
-def test_pages_written_by_another_process_are_hits_whatever_its_hash_seed(tmp_path: Path) -> None:
+@pytest.mark.deep  # field/test_keys_are_stable.py tests this with every option
+def test_pages_written_by_another_process_hit_with_any_hash_seed(tmp_path: Path) -> None:
     # F071
     program = (
         "import sys; from pathlib import Path\n"
@@ -132,7 +131,7 @@ def test_pages_written_by_another_process_are_hits_whatever_its_hash_seed(tmp_pa
         assert store.match(store.keys(range(16))).num_pages == 0
 
 
-def test_a_record_that_vanished_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
+def test_missing_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     # F054
     bench = open_bench(tiers(4, 8, tmp_path), SPEC)
     keys = chain(3)
@@ -170,7 +169,7 @@ def test_a_record_that_vanished_is_a_miss_and_is_written_anew(tmp_path: Path) ->
         ({"hbm": {"device": "cpu", "owner": "engine"}}, "host"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_one_clear_error(config: dict[str, object], named: str) -> None:
+def test_impossible_configuration_is_one_clear_error(config: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TierStore.open(load_config(config), SPEC)
 

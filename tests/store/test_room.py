@@ -1,4 +1,4 @@
-"""``acquire(wait_for_room_s=...)``: a lookup waits, as long as it says, for HBM pages that are on their way out."""
+"""Tests of ``acquire(wait_for_room_s=...)``: it waits at most this long for HBM pages that are being saved to HOST."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tierstore.store import TierStore
 from tierstore.types import LeaseState, PageKey, Tier
 
 FOR_EVER_S = 1e6
-"""A wait that does not end by its time: only for want of something to wait for, or with what it waits for."""
+"""A timeout that no test reaches. Such a wait ends when space is free, or when no transfer can free any."""
 
 WANTED, OTHER = chain(3, "wanted"), chain(4, "other")
 
 
 @pytest.fixture(params=[False, True], ids=["polled", "pump"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    """HBM has 4 pages, HOST 8."""
+    """Yield a store with 4 pages in HBM and 8 in HOST, once without and once with a pump thread."""
     bench = open_bench(tiers(4, 8, tmp_path / "disk"), SPEC, pump=request.param)
     yield bench
     bench.store.check()
@@ -48,7 +48,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 class Asking:
-    """An acquire in a thread of its own."""
+    """Calls acquire in a separate thread."""
 
     def __init__(self, store: TierStore, keys: list[PageKey], **named: Any) -> None:
         self.lease: Lease | None = None
@@ -74,7 +74,7 @@ class Asking:
 
 
 def full_of_unsaved_pages(bench: Bench) -> None:
-    """HOST has what is wanted; HBM is full of pages whose copies down stand at the gate."""
+    """Put ``WANTED`` into HOST, and fill HBM with pages whose copies to HOST are held at the gate."""
     write_down(bench.store, WANTED, Tier.HOST)
     bench.copies.hold(OUT)
     write(bench.store, OTHER)
@@ -82,12 +82,12 @@ def full_of_unsaved_pages(bench: Bench) -> None:
 
 
 def in_line(bench: Bench) -> int:
-    """How many calls of acquire wait for room."""
+    """Return the number of acquire calls that are waiting for space."""
     return sum(record.wants_room for record in list(bench.store._leases._line))
 
 
 def waiting(bench: Bench, asking: Asking) -> None:
-    """The acquire has found no room and waits for it."""
+    """Wait until the acquire call is waiting for space. Assert that it has not returned."""
     wait_for(lambda: not asking.waits or in_line(bench) > 0)
     assert asking.waits
 
@@ -99,7 +99,7 @@ def require_all(bench: Bench, lease: Lease, keys: list[PageKey] = WANTED) -> Non
         require_right(bench.store, lease)
 
 
-def test_acquire_does_not_wait_for_room_unless_asked_to(bench: Bench) -> None:
+def test_acquire_does_not_wait_for_space_unless_asked_to(bench: Bench) -> None:
     full_of_unsaved_pages(bench)
     with bench.store.acquire(WANTED) as lease:
         assert (lease.num_pages, lease.missing_because) == (0, "no_room")
@@ -115,7 +115,7 @@ def test_acquire_waits_for_pages_that_are_being_saved(bench: Bench) -> None:
     assert read(bench.store, OTHER) == 4
 
 
-def test_a_lookup_keeps_what_it_has_and_goes_on_with_the_rest(bench: Bench) -> None:
+def test_a_lookup_keeps_its_pages_and_continues_with_the_rest(bench: Bench) -> None:
     write_down(bench.store, WANTED, Tier.HOST)
     bench.copies.hold(OUT)
     write(bench.store, OTHER[:3])
@@ -169,7 +169,7 @@ def test_acquire_waits_for_slots_that_an_event_is_about_to_free(
     require_all(bench, asking.ended())
 
 
-def test_acquire_waits_for_loads_that_nobody_waits_for_any_more(bench: Bench) -> None:
+def test_acquire_waits_for_loads_whose_leases_were_released(bench: Bench) -> None:
     loaded = chain(4, "loaded")
     write_down(bench.store, WANTED, Tier.HOST)
     write_down(bench.store, loaded, Tier.HOST)
@@ -193,7 +193,7 @@ def _owned(store: TierStore) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("hold", [_leased, _owned])
-def test_acquire_returns_at_once_when_nothing_under_way_can_make_room(
+def test_acquire_returns_at_once_when_nothing_in_flight_can_free_space(
     bench: Bench, hold: Callable[[TierStore], Callable[[], None]]
 ) -> None:
     write_down(bench.store, WANTED, Tier.HOST)
@@ -204,7 +204,7 @@ def test_acquire_returns_at_once_when_nothing_under_way_can_make_room(
     assert read(bench.store, WANTED) == 3
 
 
-def test_saving_that_goes_on_elsewhere_keeps_nobody_waiting_for_leased_pages(tmp_path: Path) -> None:
+def test_saving_other_pages_does_not_prolong_a_wait_for_leased_pages(tmp_path: Path) -> None:
     bench = open_bench(tiers(4, 8, tmp_path), SPEC)
     write_down(bench.store, WANTED, Tier.HOST)
     let_go = _leased(bench.store)
@@ -218,13 +218,13 @@ def test_saving_that_goes_on_elsewhere_keeps_nobody_waiting_for_leased_pages(tmp
 
 
 @pytest.mark.parametrize("keys", [chain(2, "unknown"), [*WANTED, *chain(1, "unknown")], []])
-def test_acquire_waits_for_room_alone(bench: Bench, keys: list[PageKey]) -> None:
+def test_acquire_waits_only_for_space(bench: Bench, keys: list[PageKey]) -> None:
     write_down(bench.store, WANTED, Tier.HOST)
     with bench.store.acquire(keys, wait_for_room_s=FOR_EVER_S) as lease:
         assert lease.missing == [key for key in keys if key not in WANTED]
 
 
-def test_a_host_that_refuses_pages_makes_room_by_dropping_them(bench: Bench) -> None:
+def test_a_host_that_refuses_pages_frees_space_by_dropping_them(bench: Bench) -> None:
     full_of_unsaved_pages(bench)
     for _ in range(4):
         bench.copies.fail_next(OUT, 0, 1, 2, 3)
@@ -234,14 +234,14 @@ def test_a_host_that_refuses_pages_makes_room_by_dropping_them(bench: Bench) -> 
     require_all(bench, asking.ended())
 
 
-def test_time_that_is_up_ends_the_wait_with_what_there_is(bench: Bench) -> None:
+def test_wait_for_space_ends_at_its_timeout_with_no_room(bench: Bench) -> None:
     full_of_unsaved_pages(bench)
     with bench.store.acquire(WANTED, wait_for_room_s=0.02) as lease:
         assert (lease.num_pages, lease.missing_because) == (0, "no_room")
 
 
 @pytest.mark.parametrize("deadline_s", [-1.0, 0.0, 0.02])
-def test_no_wait_for_room_is_longer_than_the_deadline(bench: Bench, deadline_s: float) -> None:
+def test_no_wait_for_space_is_longer_than_the_deadline(bench: Bench, deadline_s: float) -> None:
     full_of_unsaved_pages(bench)
     with Asking(bench.store, WANTED, deadline_s=deadline_s).ended() as lease:
         assert lease.num_pages == 0
@@ -259,7 +259,7 @@ def test_closing_the_store_ends_the_wait(tmp_path: Path) -> None:
     assert isinstance(asking.error, StoreClosed)
 
 
-def test_who_waited_first_is_served_first(bench: Bench) -> None:
+def test_waiting_callers_are_served_in_order(bench: Bench) -> None:
     second, last = chain(3, "second"), chain(4, "last")
     write_down(bench.store, second, Tier.HOST)
     write_down(bench.store, WANTED, Tier.HOST)
@@ -281,7 +281,7 @@ def test_who_waited_first_is_served_first(bench: Bench) -> None:
     assert read(bench.store, second) == 3
 
 
-def test_two_that_hold_what_the_other_waits_for_both_return(bench: Bench) -> None:
+def test_callers_holding_each_others_pages_both_return(bench: Bench) -> None:
     second = chain(3, "second")
     for keys in (second, WANTED):
         write_down(bench.store, keys, Tier.HOST)
@@ -300,7 +300,7 @@ def test_two_that_hold_what_the_other_waits_for_both_return(bench: Bench) -> Non
     assert read(bench.store, second) == 3
 
 
-def test_two_that_wait_for_the_same_pages_share_their_loads(bench: Bench) -> None:
+def test_callers_waiting_for_the_same_pages_share_their_loads(bench: Bench) -> None:
     full_of_unsaved_pages(bench)
     askings = [Asking(bench.store, WANTED) for _ in range(2)]
     wait_for(lambda: in_line(bench) == 2)
@@ -311,7 +311,7 @@ def test_two_that_wait_for_the_same_pages_share_their_loads(bench: Bench) -> Non
     require_all(bench, other)
 
 
-def test_a_signal_that_ends_the_wait_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_for_space_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     full_of_unsaved_pages(bench)
     hits = bench.store.stats()["counters"]["misses_pages"]  # type: ignore[index]
 
@@ -341,7 +341,7 @@ def test_a_signal_that_ends_the_wait_changes_nothing(bench: Bench, monkeypatch: 
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf, -1, -0.001, 10**400])
-def test_a_wait_for_room_must_be_finite_and_not_negative(bench: Bench, strange: float) -> None:
+def test_a_wait_for_space_must_be_finite_and_not_negative(bench: Bench, strange: float) -> None:
     with pytest.raises(
         ValueError, match="wait_for_room_s must be a finite number of seconds, 0 or more, got"
     ):
@@ -350,12 +350,12 @@ def test_a_wait_for_room_must_be_finite_and_not_negative(bench: Bench, strange: 
 
 
 @pytest.mark.parametrize("strange", ["1", True, None, 1j, [1.0]])
-def test_a_wait_for_room_must_be_a_number(bench: Bench, strange: Any) -> None:
+def test_a_wait_for_space_must_be_a_number(bench: Bench, strange: Any) -> None:
     with pytest.raises(TypeError, match="wait_for_room_s must be a number of seconds, got"):
         bench.store.acquire(WANTED, wait_for_room_s=strange)
 
 
-def test_an_engine_that_owns_hbm_waits_for_no_room() -> None:
+def test_an_engine_that_owns_hbm_never_waits_for_space() -> None:
     engine: Engine = page_major()
     bench = open_bench(tiers(8, 4, hbm_more={"owner": "engine"}), SPEC)
     bench.store.register(engine.pages)
@@ -370,7 +370,7 @@ def test_an_engine_that_owns_hbm_waits_for_no_room() -> None:
 
 
 def test_every_lookup_finds_all_pages_while_hbm_is_full_of_unsaved_ones(tmp_path: Path) -> None:
-    """Issue 20: 18 or 19 hits where 20 are there, in 4 of 11 lookups."""
+    """Regression test for issue 20: 4 of 11 lookups found only 18 or 19 of 20 stored pages."""
     with TierStore.open(tiers(24, 64, tmp_path), SPEC) as store:
         for turn in range(11):
             wanted, others = chain(20, f"wanted{turn}"), chain(24, f"other{turn}")

@@ -1,4 +1,4 @@
-"""A tier below NVMe that only a test knows: pages fall to it, are found there, come back from it, and leave it."""
+"""Tests of an additional tier below NVMe: pages are moved to it, found in it, loaded from it, and evicted from it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def nvme_pages(bench: Bench) -> int:
-    """How many pages NVMe has room for."""
+    """Return how many pages fit on NVMe."""
     table = bench.directory.residency.tables[Tier.NVME]
     assert table.budget_nbytes is not None
     return table.budget_nbytes // table.record_nbytes
 
 
 def fill_up(bench: Bench, more: int) -> list[list[PageKey]]:
-    """So many sequences of three pages that NVMe has room for all but ``more`` pages of them."""
+    """Write sequences of three pages, in total ``more`` pages more than fit into HOST and NVMe. Return their keys."""
     number = (nvme_pages(bench) + more + HOST_PAGES) // 3
     found = [chain(3, f"sequence {i}") for i in range(number)]
     for keys in found:
@@ -57,7 +57,7 @@ def fill_up(bench: Bench, more: int) -> list[list[PageKey]]:
     return found
 
 
-def test_the_directory_knows_the_tier_by_its_description(bench: Bench) -> None:
+def test_directory_describes_the_second_record_tier(bench: Bench) -> None:
     assert bench.directory.hierarchy.tiers == {
         Tier.HBM: TierDescription("slots", below=Tier.HOST),
         Tier.HOST: TierDescription("slots", below=Tier.NVME),
@@ -66,7 +66,7 @@ def test_the_directory_knows_the_tier_by_its_description(bench: Bench) -> None:
     }
 
 
-def test_pages_for_which_nvme_has_no_room_fall_to_it_and_are_served_from_it(bench: Bench) -> None:
+def test_pages_that_do_not_fit_on_nvme_move_to_the_second_tier_and_are_served_from_it(bench: Bench) -> None:
     sequences = fill_up(bench, more=40)
     store = bench.store
     fallen = [keys for keys in sequences if store.match(keys).tiers == (Tier.REMOTE,) * 3]
@@ -74,7 +74,7 @@ def test_pages_for_which_nvme_has_no_room_fall_to_it_and_are_served_from_it(benc
     assert sum(key in bench.dictionary.kept for keys in sequences for key in keys) >= 30
     for keys in sequences:
         assert store.match(keys).num_pages == 3, "a page was lost"
-        assert read_soon(store, keys) == 3  # it compares every byte
+        assert read_soon(store, keys) == 3  # read_soon compares every byte
     store.check()
     require_nothing_held(store)
 
@@ -90,7 +90,7 @@ def test_one_sequence_longer_than_memory_and_nvme_is_found_whole(bench: Bench) -
         assert read_soon(bench.store, keys[start : start + 4]) == len(keys[start : start + 4])
 
 
-def test_pages_are_demoted_to_it_past_nvme(bench: Bench) -> None:
+def test_pages_are_demoted_past_nvme_to_the_second_tier(bench: Bench) -> None:
     keys = chain(3)
     write_down(bench.store, keys, Tier.REMOTE)
     assert bench.store.match(keys).tiers == (Tier.REMOTE,) * 3
@@ -99,7 +99,7 @@ def test_pages_are_demoted_to_it_past_nvme(bench: Bench) -> None:
     assert read_soon(bench.store, keys) == 3
 
 
-def test_pages_are_promoted_from_it_ahead_of_need(bench: Bench) -> None:
+def test_pages_are_promoted_from_the_second_tier(bench: Bench) -> None:
     keys, store = chain(4), bench.store
     write_down(store, keys[:2], Tier.REMOTE)
     write_down(store, keys[2:], Tier.NVME)
@@ -114,7 +114,7 @@ def test_pages_are_promoted_from_it_ahead_of_need(bench: Bench) -> None:
     assert read_soon(store, keys) == 4
 
 
-def test_evicted_pages_are_erased_from_it(bench: Bench) -> None:
+def test_evicted_pages_are_erased_from_the_second_tier(bench: Bench) -> None:
     keys, store = chain(3), bench.store
     write_down(store, keys, Tier.REMOTE)
     assert store.evict(keys[2:]) == 1
@@ -125,7 +125,7 @@ def test_evicted_pages_are_erased_from_it(bench: Bench) -> None:
     assert store.match(keys).num_pages == 0
 
 
-def test_when_it_is_full_too_the_least_recently_used_pages_leave(tmp_path: Path) -> None:
+def test_full_second_tier_evicts_the_least_recently_used_pages(tmp_path: Path) -> None:
     bench = open_bench(tiers(4, HOST_PAGES, tmp_path, nvme_pages=1), SPEC, spill=True, kept_pages=9)
     sequences = fill_up(bench, more=60)
     found = [bench.store.match(keys).num_pages for keys in sequences]
@@ -136,7 +136,7 @@ def test_when_it_is_full_too_the_least_recently_used_pages_leave(tmp_path: Path)
     bench.close()
 
 
-def test_it_survives_nothing_and_what_is_flushed_is_found_in_nvme(tmp_path: Path) -> None:
+def test_volatile_second_tier_is_empty_after_reopen_and_flushed_pages_are_in_nvme(tmp_path: Path) -> None:
     config = tiers(4, HOST_PAGES, tmp_path)
     bench = open_bench(config, SPEC, kept_pages=400)
     deep, kept = chain(2, "deep"), chain(2, "kept")
@@ -151,7 +151,7 @@ def test_it_survives_nothing_and_what_is_flushed_is_found_in_nvme(tmp_path: Path
     again.close()
 
 
-def test_memory_only_pages_never_go_there(bench: Bench) -> None:
+def test_memory_only_pages_never_reach_the_second_tier(bench: Bench) -> None:
     keys, store = chain(2), bench.store
     slots = store.allocate(2)
     store.put(keys, slots, memory_only=True)
@@ -160,7 +160,7 @@ def test_memory_only_pages_never_go_there(bench: Bench) -> None:
     assert store.match(keys).tiers == (Tier.HOST,) * 2
 
 
-def test_while_it_refuses_pages_stay_in_nvme_and_it_is_asked_again(bench: Bench) -> None:
+def test_pages_stay_in_nvme_while_the_second_tier_refuses_them(bench: Bench) -> None:
     bench.dictionary.refuses = True
     keys, store = chain(3), bench.store
     write_down(store, keys, Tier.NVME)
@@ -175,7 +175,7 @@ def test_while_it_refuses_pages_stay_in_nvme_and_it_is_asked_again(bench: Bench)
     assert read_soon(store, keys) == 3
 
 
-def test_a_record_of_nvme_that_cannot_be_read_is_dropped_on_its_way_down(bench: Bench) -> None:
+def test_nvme_record_that_cannot_be_read_is_dropped_when_moved_down(bench: Bench) -> None:
     keys, store = chain(3), bench.store
     write_down(store, keys, Tier.NVME)
     bench.records.fail_next(DOWN, 1)
@@ -186,7 +186,7 @@ def test_a_record_of_nvme_that_cannot_be_read_is_dropped_on_its_way_down(bench: 
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-def test_a_read_that_comes_late_on_its_way_down_harms_nobody(bench: Bench, evicted: bool) -> None:
+def test_late_read_while_moving_down_is_harmless(bench: Bench, evicted: bool) -> None:
     keys, store = chain(3), bench.store
     write_down(store, keys, Tier.NVME)
     bench.records.hold(DOWN)
@@ -204,7 +204,7 @@ def test_a_read_that_comes_late_on_its_way_down_harms_nobody(bench: Bench, evict
 
 
 @pytest.mark.parametrize("host", [HOST_PAGES, None])
-def test_a_page_lost_there_is_a_miss(tmp_path: Path, host: int | None) -> None:
+def test_page_lost_in_the_second_tier_is_a_miss(tmp_path: Path, host: int | None) -> None:
     bench = open_bench(tiers(4, host, tmp_path), SPEC, kept_pages=20)
     keys = chain(3)
     write_down(bench.store, keys, Tier.REMOTE)
@@ -220,7 +220,7 @@ def test_a_page_lost_there_is_a_miss(tmp_path: Path, host: int | None) -> None:
     bench.close()
 
 
-def test_it_may_lie_right_below_memory(tmp_path: Path) -> None:
+def test_second_tier_may_be_directly_below_memory(tmp_path: Path) -> None:
     bench = open_bench(tiers(4, 4), SPEC, kept_pages=30)
     sequences = [chain(3, f"sequence {i}") for i in range(10)]
     for keys in sequences:
@@ -233,7 +233,7 @@ def test_it_may_lie_right_below_memory(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_a_store_has_a_pump_of_its_own_with_it_too(tmp_path: Path) -> None:
+def test_store_with_a_second_tier_runs_its_own_pump(tmp_path: Path) -> None:
     bench = open_bench(tiers(4, HOST_PAGES, tmp_path), SPEC, pump=True, spill=True, kept_pages=40)
     keys = chain(3)
     store: TierStore = bench.store
@@ -245,7 +245,7 @@ def test_a_store_has_a_pump_of_its_own_with_it_too(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_an_attached_prefetcher_brings_its_pages_up(bench: Bench) -> None:
+def test_attached_prefetcher_promotes_pages_of_the_second_tier(bench: Bench) -> None:
     store, near, far = bench.store, chain(2, "near"), chain(2, "far")
     write_down(store, near, Tier.NVME)
     write_down(store, far, Tier.REMOTE)

@@ -1,4 +1,4 @@
-"""The store's state machine runs clean, and finds every bug that is planted."""
+"""Run the store's state machines, and test that they find every planted bug."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support import lanes, pages
 from tests.support.planting import Plant, require_noticed
 
 QUIET = settings(
-    max_examples=lanes.examples(12, 120),
+    max_examples=lanes.examples(8, 120),
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
@@ -33,44 +33,44 @@ CLEAN = settings(
     QUIET, max_examples=200, stateful_step_count=30, derandomize=True, database=None, phases=[Phase.generate]
 )
 HUNT = settings(CLEAN, max_examples=1500)
-"""As many as it takes: the first failure ends it, and the choices are the same every time."""
+"""Settings of a hunt for a planted bug. The first failure ends it. The random choices are the same every time."""
 
 
 class InMemory(StoreMachine):
-    """Most bugs need no disk. A store that hangs is not waited for long."""
+    """State machine of a store without a disk. It finds most planted bugs. A call counts as hung after one second."""
 
     shapes: ClassVar[list[Shape]] = [(HOST, None)]
     patience_s = 1.0
 
 
 class OnDisk(StoreMachine):
-    """For bugs of what stays on disk."""
+    """State machine of a store with a disk, to find bugs that concern records."""
 
     shapes: ClassVar[list[Shape]] = [(HOST, 200)]
     patience_s = 1.0
 
 
 class Secretly(SecretMachine):
-    """For bugs of pages that must not get there, with HOST and without."""
+    """State machine of stores with and without HOST, to find bugs that write memory-only pages to disk."""
 
     shapes: ClassVar[list[Shape]] = [(HOST, 200), (1, 200), (None, 200)]
     patience_s = 1.0
 
 
 class Sickly(SickMachine):
-    """For bugs of reads that hang."""
+    """State machine of stores whose disk hangs, to find bugs in the handling of late reads."""
 
     patience_s = 1.0
 
 
 class Admitting(AdmittingMachine):
-    """For bugs of what admission keeps from the disk."""
+    """State machine of stores with an admission policy, to find bugs in admission."""
 
     patience_s = 1.0
 
 
 class Encoded(SecretMachine):
-    """HOST holds pages as int8, the disk as HOST does or compressed as well."""
+    """State machine of stores whose HOST tier encodes pages as int8. The disk, if any, stores these pages unchanged."""
 
     shapes: ClassVar[list[Shape]] = [(HOST, None), (HOST, 200), (1, 200), (HOST, 6)]
     host_more: ClassVar[dict[str, object]] = {"codec": "int8"}
@@ -78,13 +78,13 @@ class Encoded(SecretMachine):
 
 
 class EncodedTwice(Encoded):
-    """The disk compresses what HOST has encoded."""
+    """State machine of stores whose HOST tier encodes pages as int8. The disk, if any, compresses these pages."""
 
     nvme_more: ClassVar[dict[str, object]] = {"codec": "int8+zstd"}
 
 
 @pytest.mark.parametrize("machine", [Encoded, EncodedTwice])
-def test_an_encoded_host_keeps_every_promise_to_the_byte_of_pages_that_its_codec_states(
+def test_encoded_host_keeps_every_invariant_and_byte_of_representable_pages(
     machine: type[Encoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "STEADY", "int8")
@@ -92,22 +92,24 @@ def test_an_encoded_host_keeps_every_promise_to_the_byte_of_pages_that_its_codec
 
 
 @pytest.mark.parametrize("machine", [AdmittingMachine, WorthyMachine])
-def test_whatever_admission_thinks_what_is_asked_for_is_kept(machine: type[AdmittingMachine]) -> None:
+def test_pages_requested_to_be_stored_are_kept_regardless_of_admission(
+    machine: type[AdmittingMachine],
+) -> None:
     run_state_machine_as_test(machine, settings=QUIET)
 
 
-def test_whatever_a_hung_disk_does_late_nobody_waits_and_nothing_is_lost() -> None:
+def test_late_results_of_a_hung_disk_block_no_caller_and_lose_nothing() -> None:
     run_state_machine_as_test(SickMachine, settings=QUIET)
 
 
-def test_any_order_of_calls_stalls_and_failures_keeps_every_promise() -> None:
+def test_any_order_of_calls_stalls_and_failures_keeps_every_invariant() -> None:
     run_state_machine_as_test(SecretMachine, settings=QUIET)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("machine", [InMemory, OnDisk, Secretly])
-def test_where_nothing_is_planted_nothing_is_found(machine: type[StoreMachine]) -> None:
-    # The bugs of secrets are found among the first few: so many are enough.
+def test_without_a_planted_bug_nothing_is_found(machine: type[StoreMachine]) -> None:
+    # The bugs with memory-only pages are found within the first few examples, so 60 examples are enough.
     examples = 60 if machine is Secretly else CLEAN.max_examples
     run_state_machine_as_test(machine, settings=settings(CLEAN, max_examples=examples))
 

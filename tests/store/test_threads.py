@@ -1,4 +1,4 @@
-"""Many threads on a store that is far too small for them: every byte right, nothing hangs, nothing leaks."""
+"""Tests of many threads that share a store too small for all their pages: bytes are correct, nothing hangs or leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQUENCES = [chain(3, str(i)) for i in range(12)]
 
 
 def together(work: Callable[[int], None]) -> None:
-    """Runs ``work(i)`` on all threads at once; the first error of any of them is raised here."""
+    """Run ``work(i)`` in all threads at the same time. Raise the first error of any thread."""
     barrier = Barrier(THREADS)
     errors: list[BaseException] = []
 
@@ -28,7 +28,7 @@ def together(work: Callable[[int], None]) -> None:
         barrier.wait()
         try:
             work(index)
-        except BaseException as error:  # noqa: BLE001  carried to the test's own thread
+        except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
             errors.append(error)
 
     threads = [Thread(target=run, args=(i,)) for i in range(THREADS)]
@@ -41,7 +41,7 @@ def together(work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize(("hbm", "host", "nvme"), [(6, 4, True), (5, None, True), (6, 8, False)])
-def test_random_calls_from_many_threads_keep_every_byte(
+def test_random_calls_from_many_threads_change_no_byte(
     tmp_path: Path, hbm: int, host: int | None, nvme: bool
 ) -> None:
     # F027, F042
@@ -96,7 +96,7 @@ def test_allocate_is_one_step_for_many_threads() -> None:
 
 
 def test_waiting_callers_all_get_their_slots(tmp_path: Path) -> None:
-    # F032: progress in bounded steps, nobody waits for ever
+    # F032: progress in bounded steps, no caller waits without end
     with TierStore.open(tiers(4, 2, tmp_path), SPEC) as store:
 
         def work(index: int) -> None:

@@ -1,4 +1,4 @@
-"""What moves between tiers, and what is on its way, as a caller sees it."""
+"""Tests of the traffic that a store reports: transferred pages, pages in flight, and whether the store is idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.store import TierStore
 from tierstore.types import Tier, Traffic
 
 
-def test_an_edge_tells_pages_in_flight_and_pages_that_arrived(bench: Bench) -> None:
+def test_an_edge_reports_pages_in_flight_and_pages_that_arrived(bench: Bench) -> None:
     assert bench.store.traffic() == {}
     write_down(bench.store, chain(3), Tier.HOST)
     bench.copies.hold(IN)
@@ -27,7 +27,7 @@ def test_an_edge_tells_pages_in_flight_and_pages_that_arrived(bench: Bench) -> N
     assert bench.store.traffic()[IN] == Traffic(in_flight=0, arrived=3)
 
 
-def test_pages_on_their_way_to_a_tier_are_counted_until_they_can_be_read_there(bench: Bench) -> None:
+def test_pages_in_flight_to_a_tier_are_counted_until_they_can_be_read_there(bench: Bench) -> None:
     keys = chain(3)
     write_down(bench.store, keys, Tier.NVME)
     bench.records.hold(UP)
@@ -41,7 +41,7 @@ def test_pages_on_their_way_to_a_tier_are_counted_until_they_can_be_read_there(b
         assert bench.store.arriving(keys, Tier.HOST) == 0
 
 
-def test_what_is_no_tier_is_refused(store: TierStore) -> None:
+def test_an_invalid_tier_is_refused(store: TierStore) -> None:
     with pytest.raises(ValueError, match="pages on their way to 'HOST'; choose one of HBM, HOST"):
         store.arriving(chain(1), "HOST")  # type: ignore[arg-type]
 
@@ -70,18 +70,18 @@ def test_a_store_that_waits_for_an_event_is_not_idle(bench: Bench) -> None:
 
 
 def test_a_store_whose_pages_wait_for_the_next_spill_is_not_idle(tmp_path: Path) -> None:
-    bench = open_bench(tiers(4, 8, tmp_path), SPEC)  # nothing happens by the clock
+    bench = open_bench(tiers(4, 8, tmp_path), SPEC)  # without timed spills
     write(bench.store, chain(1))
     assert bench.store.drain(PATIENCE_S)
     assert not bench.store.idle()
-    bench.directory.writeback._next_spill = 0.0  # the next one is due
+    bench.directory.writeback._next_spill = 0.0  # the next spill is due
     assert bench.store.drain(PATIENCE_S)
     assert bench.store.idle()
     bench.close()
 
 
 @pytest.mark.parametrize("ask", [TierStore.idle, TierStore.traffic, lambda s: s.arriving([], Tier.HOST)])
-def test_a_closed_store_is_not_asked(ask: Callable[[TierStore], object]) -> None:
+def test_traffic_queries_of_a_closed_store_raise(ask: Callable[[TierStore], object]) -> None:
     store = TierStore.open(tiers(2, 2), SPEC)
     store.close()
     with pytest.raises(StoreClosed):

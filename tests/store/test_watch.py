@@ -1,4 +1,4 @@
-"""watch: callbacks are told of pages that come to tiers and leave them, in order and outside the lock."""
+"""Tests of watch: callbacks get the pages that enter and leave tiers, in order and without holding the lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Told = list[PageChange]
 
 @pytest.fixture
 def threaded(tmp_path: Path) -> Iterator[TierStore]:
-    """A store with a thread of its own."""
+    """Yield a store with its own pump thread."""
     with TierStore.open(tiers(4, 8, tmp_path / "own"), SPEC) as store:
         yield store
 
@@ -37,7 +37,7 @@ def left(key: PageKey, tier: Tier) -> PageChange:
     return PageChange(key, tier, came=False)
 
 
-def test_a_page_is_told_of_in_every_tier_in_the_order_in_which_it_came_and_left(bench: Bench) -> None:
+def test_a_page_is_reported_in_every_tier_in_the_order_in_which_it_entered_and_left(bench: Bench) -> None:
     told: Told = []
     bench.store.watch(told.append)
     [key] = chain(1)
@@ -58,7 +58,7 @@ def test_a_page_is_told_of_in_every_tier_in_the_order_in_which_it_came_and_left(
     assert told == [left(key, tier) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
 
 
-def test_pages_on_their_way_are_told_of_when_they_are_readable_and_not_when_they_are_given_up(
+def test_pages_in_flight_are_reported_once_readable_and_not_if_dropped(
     bench: Bench,
 ) -> None:
     write(bench.store, chain(2))
@@ -77,7 +77,7 @@ def test_pages_on_their_way_are_told_of_when_they_are_readable_and_not_when_they
     assert told == [came(chain(1)[0], Tier.HBM)]
 
 
-def test_what_tiers_hold_already_is_not_told_of(tmp_path: Path) -> None:
+def test_pages_that_tiers_had_before_the_watch_are_not_reported(tmp_path: Path) -> None:
     config = tiers(4, 8, tmp_path)
     with TierStore.open(config, SPEC) as store:
         write(store, chain(2))
@@ -91,7 +91,7 @@ def test_what_tiers_hold_already_is_not_told_of(tmp_path: Path) -> None:
         assert told == [left(chain(2)[1], Tier.NVME)]
 
 
-def test_of_an_engines_own_slots_nothing_is_told(tmp_path: Path) -> None:
+def test_slots_that_an_engine_owns_are_not_reported(tmp_path: Path) -> None:
     engine: Engine = page_major()
     bench = open_engine_bench(engine, nvme=tmp_path)
     told: Told = []
@@ -104,7 +104,7 @@ def test_of_an_engines_own_slots_nothing_is_told(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_without_a_thread_of_its_own_the_store_tells_in_poll_alone(bench: Bench) -> None:
+def test_without_a_thread_the_store_reports_only_in_poll(bench: Bench) -> None:
     told: Told = []
     bench.store.watch(told.append)
     write(bench.store, chain(2))
@@ -115,7 +115,7 @@ def test_without_a_thread_of_its_own_the_store_tells_in_poll_alone(bench: Bench)
     assert told[:2] == [came(key, Tier.HBM) for key in chain(2)]
 
 
-def test_the_stores_own_thread_tells_without_a_call(threaded: TierStore) -> None:
+def test_the_stores_thread_reports_without_a_call(threaded: TierStore) -> None:
     told: list[tuple[PageChange, str]] = []
     threaded.watch(lambda change: told.append((change, current_thread().name)))
     [key] = chain(1)
@@ -125,7 +125,7 @@ def test_the_stores_own_thread_tells_without_a_call(threaded: TierStore) -> None
     assert [t for t, _ in told] == [came(key, tier) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
 
 
-def test_a_drop_that_no_transfer_follows_is_told_by_the_stores_own_thread(threaded: TierStore) -> None:
+def test_a_drop_without_a_transfer_is_reported_by_the_stores_thread(threaded: TierStore) -> None:
     told: Told = []
     write(threaded, chain(2))
     threaded.flush()
@@ -150,7 +150,7 @@ def test_a_callback_may_call_the_store(bench: Bench) -> None:
     assert found[:3] == [1, 1, 1]
 
 
-def test_changes_that_a_callback_makes_are_told_after_those_before_them(bench: Bench) -> None:
+def test_changes_made_by_a_callback_are_reported_after_earlier_ones(bench: Bench) -> None:
     told: Told = []
     keys = chain(3)
 
@@ -166,7 +166,7 @@ def test_changes_that_a_callback_makes_are_told_after_those_before_them(bench: B
     assert told == [*(came(key, Tier.HBM) for key in keys), left(keys[2], Tier.HBM)]
 
 
-def test_an_error_of_a_callback_is_raised_by_poll_once_and_costs_no_other_change_and_no_slot(
+def test_callback_error_is_raised_by_poll_once_and_loses_no_change_or_slot(
     tmp_path: Path,
 ) -> None:
     engine = page_major()
@@ -193,7 +193,7 @@ def test_an_error_of_a_callback_is_raised_by_poll_once_and_costs_no_other_change
     bench.close()
 
 
-def test_an_error_of_a_callback_on_the_stores_thread_is_counted_and_the_rest_is_told(
+def test_an_error_of_a_callback_on_the_stores_thread_is_counted_and_later_changes_are_reported(
     threaded: TierStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: Told = []
@@ -207,10 +207,10 @@ def test_an_error_of_a_callback_on_the_stores_thread_is_counted_and_the_rest_is_
         write(threaded, chain(2))
         wait_for(lambda: sum(t.tier is Tier.NVME for t in told) == 2)
         wait_for(lambda: f"tierstore_faults_total {len(told)}.0" in threaded.metrics.text())
-    assert "a callback of watch() raised" in caplog.text
+    assert "a callback of TierStore.watch raised an exception" in caplog.text
 
 
-def test_after_its_end_nothing_is_told_and_it_may_end_again(bench: Bench) -> None:
+def test_after_its_end_nothing_is_reported_and_end_is_idempotent(bench: Bench) -> None:
     told: Told = []
     watch = bench.store.watch(told.append)
     others: Told = []
@@ -240,12 +240,13 @@ def test_a_callback_may_end_its_own_watch(bench: Bench) -> None:
     assert bench.directory.residency.changed is None, "nothing is kept for nobody"
 
 
-def test_a_watch_that_begins_in_a_callback_is_told_of_what_comes_after(bench: Bench) -> None:
+def test_a_watch_started_in_a_callback_reports_later_changes(bench: Bench) -> None:
     later: Told = []
+    bench.copies.hold(OUT)
     watches = [bench.store.watch(lambda change: watches.append(bench.store.watch(later.append)))]
     write(bench.store, chain(1))
-    bench.copies.hold(OUT)
     bench.store.poll()
+    assert len(watches) == 2, "one change was told, so one watch began"
     assert later == []
     watches[0].end()
     bench.store.evict(chain(1), Tier.HBM)
@@ -281,14 +282,12 @@ def test_close_ends_every_watch_and_a_closed_store_has_none() -> None:
         store.watch(print)
 
 
-def test_what_cannot_be_called_is_refused(store: TierStore) -> None:
+def test_a_callback_that_is_not_callable_is_refused(store: TierStore) -> None:
     with pytest.raises(TypeError, match=r"callback must be callable, got \[\]"):
         store.watch([])  # type: ignore[arg-type]
 
 
-def test_changes_that_nobody_takes_are_bounded_and_counted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undelivered_changes_are_bounded_and_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_MOST_UNTOLD", 3)
     told: Told = []
     watch = bench.store.watch(told.append)
@@ -300,7 +299,7 @@ def test_changes_that_nobody_takes_are_bounded_and_counted(
     assert watch.lost == 5
 
 
-def test_several_threads_tell_each_change_once_and_in_order(threaded: TierStore) -> None:
+def test_several_threads_report_each_change_once_and_in_order(threaded: TierStore) -> None:
     last: dict[tuple[PageKey, Tier], bool] = {}
     telling: list[str] = []
     wrong: list[object] = []

@@ -1,4 +1,4 @@
-"""Pages that were put before their bytes are there: nobody reads them until their writer's event has happened."""
+"""Tests of pages that are put before they are written: they are not read until their writer's event has occurred."""
 
 from __future__ import annotations
 
@@ -50,14 +50,20 @@ def store(bench: Bench) -> TierStore:
 def put_late(
     store: TierStore, keys: list[PageKey], lease: Lease | None = None
 ) -> tuple[list[int], ManualEvent]:
-    """The pages are put, and rubbish until ``finish``: the slots that put answered with."""
+    """Put pages that contain rubbish until the test calls ``finish``.
+
+    Return the slots that ``put`` returned, and the event that ``finish`` completes.
+    """
     slots, event = store.allocate(len(keys)), ManualEvent()
     page_tensor(store)[slots] = 7.0
     return store.put(keys, slots, after=event, lease=lease), event
 
 
 def ends_with(found: Event | None, event: ManualEvent) -> bool:
-    """Whether ``ready`` answered with this event. A card gives one that no CUDA stream can wait for in an AllOf."""
+    """Return whether ``ready`` returned this event.
+
+    On a GPU, ``ready`` returns an AllOf instead of an event that no CUDA stream can wait for.
+    """
     return found is event or (isinstance(found, AllOf) and found.events == (event,))
 
 
@@ -162,7 +168,7 @@ def test_a_lease_waits_for_its_own_put_too(store: TierStore) -> None:
         assert lease.wait(PATIENCE_S) is LeaseState.READY
 
 
-def test_ready_is_one_event_for_all_writers_whatever_order_they_finish_in(store: TierStore) -> None:
+def test_ready_returns_one_event_for_all_writers_in_any_finish_order(store: TierStore) -> None:
     keys = chain(4)
     parts = [put_late(store, keys[i : i + 1]) for i in range(4)]
     with store.acquire(keys[:3]) as lease:
@@ -183,10 +189,13 @@ def test_ready_is_one_event_for_all_writers_whatever_order_they_finish_in(store:
 
 @pytest.mark.parametrize("held", [False, True], ids=["free", "leased"])
 @pytest.mark.parametrize("late", [False, True], ids=["written", "late"])
-def test_a_put_without_a_lease_takes_the_place_of_a_page_that_others_still_write(
+def test_put_without_a_lease_replaces_a_page_still_being_written(
     store: TierStore, held: bool, late: bool
 ) -> None:
-    """Nobody could tell its caller when to read the other slot. Leases keep the slot they have."""
+    """The new page replaces the old one, because a caller without a lease cannot wait until the old one is written.
+
+    Open leases keep the old slot.
+    """
     keys = chain(1)
     old, event = put_late(store, keys)
     lease = store.acquire(keys if held else [])
@@ -279,7 +288,7 @@ def test_a_lease_ends_before_a_page_whose_writer_failed(store: TierStore) -> Non
     assert store.drain(PATIENCE_S)
 
 
-def test_a_lease_under_which_a_page_was_put_fails_when_that_is_never_written(store: TierStore) -> None:
+def test_lease_fails_if_the_page_put_under_it_is_never_written(store: TierStore) -> None:
     keys = chain(1)
     _, event = put_late(store, keys)
     mine = store.allocate(1)
@@ -297,7 +306,7 @@ def test_a_lease_under_which_a_page_was_put_fails_when_that_is_never_written(sto
 
 
 class ClosedEvent(ManualEvent):
-    """An event whose owner lets it go too early: from then on it raises what its library raises."""
+    """An event whose owner closes it too early: once it has occurred, ``query`` raises the error of its library."""
 
     def query(self) -> bool:
         happened = super().query()
@@ -306,7 +315,7 @@ class ClosedEvent(ManualEvent):
         return happened
 
 
-def test_an_event_that_raises_an_error_of_its_own_costs_its_pages_and_no_other_call(store: TierStore) -> None:
+def test_event_error_loses_its_pages_and_affects_no_other_call(store: TierStore) -> None:
     keys, others = chain(1), chain(2, "other")
     theirs, other = put_late(store, others)
     slots, event = store.allocate(1), ClosedEvent()
@@ -342,7 +351,7 @@ def test_a_deadline_ends_the_wait_for_a_writer(store: TierStore) -> None:
     assert read(store, keys) == 2
 
 
-def test_a_deadline_takes_no_page_from_a_caller_who_was_given_its_event(store: TierStore) -> None:
+def test_deadline_does_not_cut_pages_whose_event_was_returned(store: TierStore) -> None:
     keys = chain(1)
     slots, event = put_late(store, keys)
     with store.acquire(keys, deadline_s=3600.0) as lease:

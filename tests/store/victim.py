@@ -1,6 +1,6 @@
-"""A process to be killed: fills a small store for ever, flushes now and then, and says what it was promised.
+"""A program that a test kills. Until then, it writes sequences to a small store, and flushes after every fourth one.
 
-Each line ``flushed N`` on stdout: the sequences below N are durable.
+After each flush it prints a line ``flushed N``: the sequences below N are durable.
 """
 
 from __future__ import annotations

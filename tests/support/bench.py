@@ -1,4 +1,7 @@
-"""A store put together from its parts, with gates at the copy engine and the disk, and a wire between the halves."""
+"""Opens a store whose transfers a test can hold or fail: gates are in front of its copy engine and its lower tiers.
+
+The store's directory and its mover only exchange pickled messages, as if they were in different processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tierstore.types import Ack, Erase, Tier, Transfer
 
 
 class WiredMover(LocalMover):
-    """A mover in another process, as far as the directory can tell: everything crosses as pickled bytes."""
+    """A mover that pickles all commands and acks, as if the directory were in another process."""
 
     copies: GatedCopies | None = None
 
@@ -56,7 +59,7 @@ class WiredMover(LocalMover):
 
 @dataclass
 class Bench:
-    """An open store and the handles on its inside."""
+    """An open store, with access to its internal parts."""
 
     store: TierStore
     parts: Parts
@@ -87,13 +90,13 @@ class Bench:
         return self.parts.directory
 
     def open_gates(self) -> None:
-        """Everything moves from now on."""
+        """Open all gates. From now on, no transfer is held."""
         for gate in (self.mover.copies, self.mover.records, self.mover.kept):
             if gate is not None:
                 gate.open()
 
     def settle(self) -> None:
-        """Whatever has passed the gates ends and is known to the store."""
+        """Wait until all transfers that have passed the gates have ended, and let the store process their acks."""
         for gate in (self.mover.copies, self.mover.records, self.mover.kept):
             if gate is not None:
                 gate.settle()
@@ -112,10 +115,15 @@ def open_bench(
     spill: bool = False,
     kept_pages: int | None = None,
 ) -> Bench:
-    """A store whose directory and mover talk over a wire; gates are open until a test holds a lane.
+    """Open a store with gates. The gates are open until a test holds a lane.
 
-    Without ``spill`` nothing happens by the clock: pages go to disk only when they are sent there, and a tier that
-    failed is not asked again by itself. ``kept_pages``: room in a dictionary that is a tier below all others.
+    Args:
+        config: The configuration.
+        spec: The page specification, or one per KV group.
+        pump: Whether the store has a thread of its own that advances it.
+        spill: Whether timers are active. If False, pages go to disk only on request, and a tier that has failed is
+            not tried again by itself.
+        kept_pages: Capacity in pages of an additional tier (a dictionary) below all others. None leaves it out.
     """
     wakeup, layout = Wakeup(), PageLayout.of(spec)
     lower = {}

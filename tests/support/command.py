@@ -1,10 +1,10 @@
-"""``tierstore`` in a process of its own."""
+"""The command line that runs ``tierstore`` in a separate process."""
 
 from __future__ import annotations
 
 import sys
 
-# A program that a shell starts in the background ignores interrupts, and so do its children, unless they say otherwise.
+# A program that a shell starts in the background ignores SIGINT, and its children inherit this. So it is reset here.
 COMMAND = (
     sys.executable,
     "-c",

@@ -1,8 +1,8 @@
-"""Finds tests that race: ``pytest -p tests.support.delays --delays 7 tests/store`` holds threads up at random calls.
+"""Pytest plugin that finds tests with race conditions: ``pytest -p tests.support.delays --delays 7 tests/store``.
 
-A test under it has to pass like any other, only later: what it says of several threads must not follow from which of
-them the machine runs first. The number is of the random choices, which are each test's own: whom it holds up, how
-often and for how long. ``make test ARGS="-p tests.support.delays --delays 7"`` is for an hour with nothing else to do.
+It delays threads at random calls. Every test must still pass, because its result must not depend on which thread the
+machine happens to run first. ``--delays`` is the seed. For each test, the plugin chooses at random which threads are
+delayed, how often, and for how long. ``make test ARGS="-p tests.support.delays --delays 7"`` takes about an hour.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 ROOMS = tuple(f"{CHECKOUT / name}/" for name in ("tierstore", "prefetch", "tests"))
 MOST_S = 0.8
-"""All delays of a test together."""
+"""Maximum total of all delays of a test, in seconds."""
 
 _FEWER = 10
-"""A thread that a test starts makes fewer calls than the test: each is so much more likely to be held up."""
+"""Factor by which the probability of a delay is higher in threads that a test starts than in the test's own thread.
+
+The threads that a test starts make fewer calls.
+"""
 
 
 class Manner(NamedTuple):
-    """Which of the calls in our files are held up, and for how long."""
+    """The fraction of calls in this checkout's files that are delayed, and the delays to choose from."""
 
     share: float
     seconds: Sequence[float]
@@ -44,7 +47,10 @@ MANNERS = (
 
 
 class Delays:
-    """``hold_up`` is a profile function. Without a lock: what several threads draw at once need not be told apart."""
+    """The delays of one test. ``hold_up`` is a profile function.
+
+    There is no lock, so two threads may draw the same random number.
+    """
 
     def __init__(self, seed: str) -> None:
         self._chance = random.Random(seed)
@@ -52,10 +58,10 @@ class Delays:
         self._manner = self._chance.choice(MANNERS)
         self._own = threading.get_ident()
         self.who = self._chance.choice(["others", "own", "all"])
-        """Threads that a test starts, the one it runs in, or both."""
+        """Which threads are delayed: those that the test starts, the one that it runs in, or both."""
 
     def hold_up(self, frame: FrameType, event: str, arg: Any) -> None:
-        """At a call, a return, and a call into C: there threads take turns."""
+        """Sleep with some probability at a call, a return or a call into C, where Python may switch threads anyway."""
         ours = event in ("call", "return", "c_call") and frame.f_code.co_filename.startswith(ROOMS)
         others = _FEWER if threading.get_ident() != self._own else 1
         if ours and self.left_s > 0 and self._chance.random() < others * self._manner.share:
@@ -73,7 +79,7 @@ _DELAYS = pytest.StashKey[Delays]()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Threads that a fixture starts live on in its test."""
+    """Delay threads during setup too, because threads that a fixture starts keep running during the test."""
     item.stash[_DELAYS] = Delays(f"{item.nodeid} {item.config.getoption('--delays')}")
     with _held_up(item.stash[_DELAYS]):
         return (yield)
@@ -81,7 +87,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """The test itself, with all its time again."""
+    """Delay threads during the test. Delays during setup do not count towards the limit on the test's delays."""
     item.stash[_DELAYS].left_s = MOST_S
     with _held_up(item.stash[_DELAYS]):
         return (yield)

@@ -1,4 +1,4 @@
-"""An engine's own KV tensors in the layouts engines use, each with a view of one layer of one page."""
+"""KV tensors of a simulated engine, in several layouts, with a uniform view of each layer of a page."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ LAYERS, PLANES, TOKENS, HEADS, DIM = SPEC.shape
 
 @dataclass
 class Engine:
-    """``layer(slot, i)`` is ``[planes, tokens, heads, dim]``, in place."""
+    """KV tensors of an engine.
+
+    ``layer(slot, i)`` returns a view of layer ``i`` of the page in ``slot``, ``[planes, tokens, heads, dim]``.
+    """
 
     pages: EnginePages
     layer: Callable[[int, int], torch.Tensor]
 
     def fill(self, slot: int, key: PageKey) -> None:
-        """Computes the page of a key into a slot."""
+        """Write the content of a key's page into a slot."""
         for i, layer in enumerate(content(key)):
             self.layer(slot, i).copy_(layer)
         support.settle()
 
     def holds(self, slot: int, key: PageKey) -> bool:
-        """Whether the slot has exactly the bytes of the key."""
+        """Return whether the slot has exactly the bytes of the key's page."""
         return all(
             torch.equal(self.layer(slot, i).cpu().contiguous().view(torch.uint8), layer.view(torch.uint8))
             for i, layer in enumerate(content(key))
@@ -99,14 +102,14 @@ ENGINES = (
 
 
 def open_engine_bench(engine: Engine, host: int = 8, nvme: Path | None = None) -> Bench:
-    """A store whose HBM is the engine's."""
+    """Open a store whose HBM slots are the engine's."""
     bench = open_bench(tiers(SLOTS, host, nvme, hbm_more=OWNED_BY_ENGINE), SPEC)
     bench.store.register(engine.pages)
     return bench
 
 
 def save(bench: Bench, engine: Engine, keys: list[PageKey], slots: list[int]) -> None:
-    """Fills slots, puts them, waits until they may be reused."""
+    """Fill slots, put their pages, and wait until the engine may reuse the slots."""
     for key, slot in zip(keys, slots, strict=True):
         engine.fill(slot, key)
     assert bench.store.put(keys, slots) == slots

@@ -1,4 +1,4 @@
-"""An event of a caller that happens when the test says so."""
+"""An event whose occurrence or failure a test controls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def capturing() -> RuntimeError:
-    """What CUDA answers whoever asks for an event while a graph is being captured."""
+    """Return the error that CUDA raises if an event is recorded while a graph is being captured."""
     error: Any = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
     error.error_code = 900
     assert isinstance(error, RuntimeError)
@@ -17,7 +17,10 @@ def capturing() -> RuntimeError:
 
 
 class ManualEvent:
-    """What ``after`` takes: has happened once ``happen`` was called. ``fail``: its device has failed before that."""
+    """An event for the argument ``after`` of the store's methods.
+
+    It has occurred once ``happen`` has been called. After ``fail``, it reports a failed device.
+    """
 
     def __init__(self) -> None:
         self._happened = Event()
@@ -25,7 +28,7 @@ class ManualEvent:
 
     @property
     def pending(self) -> bool:
-        """Whether what it ends may still be at work."""
+        """Return whether the event has not occurred yet, so that the work before it may still be running."""
         return not self._happened.is_set()
 
     def happen(self) -> None:

@@ -1,6 +1,6 @@
-"""Folders that transformers loads models from."""
+"""Folders from which transformers loads models."""
 
-# transformers leaves some of its functions untyped:
+# Some functions of transformers have no types:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 def save_with_byte_tokenizer(model: PreTrainedModel, folder: Path) -> Path:
-    """The model, of at least 256 words, with a tokenizer of one token a byte."""
+    """Save a model with a tokenizer that has one token per byte. Returns ``folder``.
+
+    The model's vocabulary must have at least 256 tokens.
+    """
     model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))

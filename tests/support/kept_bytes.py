@@ -1,6 +1,6 @@
-"""A second tier of records, as small as one can be: a dictionary that keeps bytes. It survives nothing.
+"""The smallest possible tier of records: a dictionary in memory, whose contents are lost when it is closed.
 
-Everything a new tier has to bring is here. The directory knows it by ``DESCRIPTION`` alone.
+It implements everything that a new tier must implement. The directory knows only its ``DESCRIPTION``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DESCRIPTION = TierDescription("records")
 
 @dataclass
 class Mark:
-    """Everything submitted before is done: the dictionary has no queue."""
+    """A mark that is reached immediately, because the dictionary has no queue."""
 
     done: Event
     synced: bool = True
@@ -28,21 +28,21 @@ class Mark:
 
 
 class KeptBytes(RecordTier):
-    """Room for ``pages`` pages of ``page_nbytes``. ``wake`` is called when an ack is there."""
+    """A tier for ``pages`` pages of ``page_nbytes`` bytes. It calls ``wake`` when ``poll`` has an ack to return."""
 
     def __init__(self, pages: int, page_nbytes: int, wake: Callable[[], None] = lambda: None) -> None:
         self.record_nbytes = page_nbytes + 64
         self.budget_nbytes = pages * self.record_nbytes
         self.kept: dict[PageKey, bytes] = {}
         self.refuses = False
-        """Whether writes fail, as of a disk that is gone."""
+        """Whether writes fail, as on a disk that was removed."""
         self._wake = wake
         self._acks: list[Ack] = []
         self._lock = Lock()
         self._changes = 0
 
     def records(self) -> Iterable[tuple[PageKey, PageKey | None, int]]:
-        """Nothing: it was just made."""
+        """Return nothing, because the dictionary is empty at first."""
         return ()
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
@@ -81,7 +81,7 @@ class KeptBytes(RecordTier):
         return mark
 
     def give_up_waiting(self) -> None:
-        """Nobody ever waits."""
+        """Do nothing, because no call ever waits."""
 
     @property
     def pending_erases(self) -> int:

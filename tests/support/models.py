@@ -1,4 +1,4 @@
-"""Small model configurations, and what planning reads out of them."""
+"""Small model configurations, and functions that return what ``tierstore plan`` reads from them."""
 
 from __future__ import annotations
 

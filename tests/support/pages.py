@@ -1,4 +1,4 @@
-"""Pages whose every byte follows from their key, small configurations, and a caller that fills and reads a store."""
+"""Pages whose bytes are derived from their keys, small configurations, and functions that fill and read a store."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ from tierstore.types import LeaseState, PageKey, Tier
 PATIENCE_S = 60.0
 
 DEVICE = "cpu"
-"""Where ``tiers`` puts HBM: `pytest --hbm-device cuda:0` runs the same tests on a card."""
+"""The device of HBM in ``tiers``. `pytest --hbm-device cuda:0` runs the same tests on a GPU."""
 
 SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="float16", model="test")
 
 
 def chain(length: int, name: str = "") -> list[PageKey]:
-    """Keys of one sequence, as ``TierStore.keys`` would make them: 36 bytes each, no two alike."""
+    """Return distinct keys of 36 bytes for the pages of one sequence, as ``TierStore.keys`` would return."""
     return [PageKey(shake_128(f"{name}/{i}".encode()).digest(32) + bytes(4)) for i in range(length)]
 
 
 STEADY: str | None = None
-"""A codec that gives every ``content`` back as it was: then a store that loses something is held to every byte."""
+"""Name of a lossy codec, or None. If set, ``content`` returns pages that this codec does not change.
+
+Tests can then compare every byte although the store has a lossy codec.
+"""
 
 
 def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
-    """The page of a key: raw bytes seen as the spec's dtype (compare with ``same``: some are NaN), or ``STEADY``."""
+    """Return the content of a key's page as a tensor of ``spec.shape``: random bytes derived from the key.
+
+    If ``STEADY`` is set, the bytes are numbers that its codec does not change. Compare pages with ``same``, because
+    some of the numbers are NaN.
+    """
     raw = shake_128(key + spec.fingerprint.encode()).digest(spec.page_nbytes)
     if STEADY is not None:
         raw = _steady(raw, spec, STEADY)
@@ -49,7 +56,11 @@ def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
 
 @cache
 def _steady(raw: bytes, spec: PageSpec, name: str) -> bytes:
-    """A page of few whole numbers, so that codes can be compressed, encoded and decoded often enough."""
+    """Return a page that the codec ``name`` does not change.
+
+    It has only a few different integers, so that its codes can be compressed. It is encoded and decoded until nothing
+    changes any more.
+    """
     layout = PageLayout.of(spec)
     encoder, decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)
     assert encoder is not None
@@ -66,13 +77,13 @@ def _steady(raw: bytes, spec: PageSpec, name: str) -> bytes:
 
 
 def same(page: torch.Tensor, key: PageKey, spec: PageSpec = SPEC) -> bool:
-    """Whether a page holds exactly the bytes of its key."""
+    """Return whether a page has exactly the bytes of ``content(key)``."""
     want = content(key, spec)
     return torch.equal(page.cpu().contiguous().view(torch.uint8), want.view(torch.uint8))
 
 
 def nvme_capacity(pages: int, nbytes: int = SPEC.page_nbytes) -> int:
-    """A capacity on disk that holds at least ``pages`` pages."""
+    """Return a disk capacity in bytes that is enough for at least ``pages`` pages."""
     return (512 << 10) + pages * 4 * (record_nbytes(nbytes) + 4096)
 
 
@@ -87,9 +98,9 @@ def tiers(
     host_more: Mapping[str, object] | None = None,
     nvme_more: Mapping[str, object] | None = None,
 ) -> StoreConfig:
-    """A configuration with so many pages in each tier; None: the tier is not there."""
+    """Return a configuration with this many pages per tier. None leaves a tier out."""
     if DEVICE != "cpu" and hbm is not None and host is None and nvme is not None:
-        pytest.skip("pages of a card go to disk through host memory")
+        pytest.skip("pages of a GPU go to disk through host memory")
     source: dict[str, object] = {}
     if hbm is not None:
         source["hbm"] = {"capacity": hbm * page_nbytes, "device": DEVICE, **(hbm_more or {})}
@@ -103,14 +114,14 @@ def tiers(
 
 
 def page_tensor(store: TierStore) -> torch.Tensor:
-    """``store.pages`` of a store with one KV group."""
+    """Return ``store.pages`` of a store with one KV group."""
     pages = store.pages
     assert not isinstance(pages, GroupedPages)
     return pages
 
 
 def fill(store: TierStore, keys: Sequence[PageKey], slots: Sequence[int], spec: PageSpec = SPEC) -> None:
-    """Writes each key's content into its slot."""
+    """Write the content of each key into its slot."""
     pages = page_tensor(store)
     assert DTYPE_NBYTES[spec.dtype] == pages.element_size()
     for key, slot in zip(keys, slots, strict=True):
@@ -119,7 +130,7 @@ def fill(store: TierStore, keys: Sequence[PageKey], slots: Sequence[int], spec: 
 
 
 def settle() -> None:
-    """Waits for the device: what is put next has been written, as it has on the CPU, and need not wait for an event."""
+    """Wait until the device has finished all writes, so that pages can be put without an event."""
     if DEVICE != "cpu":
         torch.cuda.synchronize(DEVICE)
 
@@ -127,14 +138,14 @@ def settle() -> None:
 def write(
     store: TierStore, keys: Sequence[PageKey], lease: Lease | None = None, timeout_s: float = PATIENCE_S
 ) -> list[int]:
-    """What an engine does: allocate, compute, seal. The slots that hold the pages."""
+    """Allocate slots, fill them and put them, as an engine does. Return the slots that contain the pages."""
     slots = store.allocate(len(keys), timeout_s)
     fill(store, keys, slots)
     return store.put(keys, slots, lease=lease)
 
 
 def write_each(store: TierStore, keys: Sequence[PageKey]) -> None:
-    """Writes a sequence page by page, each after the one before, so that it may be longer than HBM less one."""
+    """Write a sequence page by page, so that it may be longer than HBM. Each write leases the previous page."""
     for i, key in enumerate(keys):
         with store.acquire(keys[max(0, i - 1) : i]) as lease:
             lease.wait(PATIENCE_S)
@@ -142,14 +153,14 @@ def write_each(store: TierStore, keys: Sequence[PageKey]) -> None:
 
 
 def require_right(store: TierStore, lease: Lease, spec: PageSpec = SPEC) -> None:
-    """Every covered page of a READY lease has the bytes of its key."""
+    """Assert that every page of a READY lease has the bytes of its key."""
     pages = page_tensor(store)
     for key, slot in zip(lease.keys, lease.slots, strict=False):
         assert same(pages[slot], key, spec)
 
 
 def read(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) -> int:
-    """Acquires, waits, checks every byte, releases; how many pages were served."""
+    """Acquire pages, wait, check every byte, and release. Return the number of pages that the lease covered."""
     with store.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
         require_right(store, lease, spec)
@@ -157,7 +168,10 @@ def read(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) -> in
 
 
 def read_soon(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) -> int:
-    """Reads until HBM had room for all that matched, as a scheduler does; how many pages were served."""
+    """Read repeatedly until all matching pages are served, as a scheduler does if HBM has no space for all of them.
+
+    Return the number of pages of the last lease.
+    """
     for _ in range(200):
         served = read(store, keys, spec)
         if served == store.match(keys).num_pages:
@@ -167,21 +181,21 @@ def read_soon(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) 
 
 
 def let_deadline_come(store: TierStore, lease: Lease) -> None:
-    """The deadline of a lease comes now, after all that its acquire has begun, however slow the machine is."""
+    """Make a lease reach its deadline now, and let the store act on it."""
     assert lease._record.deadline is not None
     lease._record.deadline = 0.0
-    store.check()  # it advances the store, and reports no slots
+    store.check()  # this call advances the store, and reports no slots
 
 
 def where(store: TierStore, key: PageKey) -> dict[Tier, str]:
-    """Tiers that have a copy of the page, and its state: "ready" or "arriving"."""
+    """Return the tiers that have a copy of the page, with the state of the copy: "ready" or "arriving"."""
     copies = store.explain([key])[0]["copies"]
     assert isinstance(copies, dict)
     return {Tier[name]: copy["state"] for name, copy in copies.items()}
 
 
 def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
-    """The pages are in one tier alone."""
+    """Write pages and demote them to ``tier``, so that no other tier has a copy of them."""
     write(store, keys)
     store.demote(keys, tier)
     assert store.drain(PATIENCE_S)
@@ -189,7 +203,7 @@ def write_down(store: TierStore, keys: list[PageKey], tier: Tier) -> None:
 
 
 def tier_stats(store: TierStore, tier: Tier) -> dict[str, int]:
-    """The figures ``stats()`` gives of one tier."""
+    """Return the figures of one tier in ``stats()``."""
     found = store.stats()["tiers"]
     assert isinstance(found, dict)
     figures = found[tier.name]
@@ -198,14 +212,14 @@ def tier_stats(store: TierStore, tier: Tier) -> dict[str, int]:
 
 
 def records(store: TierStore) -> object:
-    """How many pages the NVMe tier has."""
+    """Return the number of pages in the NVMe tier."""
     nvme = store.stats()["nvme"]
     assert isinstance(nvme, dict)
     return nvme["records"]
 
 
 def counter(store: TierStore, name: str, labels: str) -> float:
-    """One counter of ``stats()``, 0 if it never counted."""
+    """Return one counter of ``stats()``, or 0 if it was never incremented."""
     found = store.stats()["counters"]
     assert isinstance(found, dict)
     value = found[name].get(labels, 0.0)
@@ -214,9 +228,12 @@ def counter(store: TierStore, name: str, labels: str) -> float:
 
 
 def require_nothing_held(store: TierStore, patience_s: float = PATIENCE_S) -> None:
-    """With no lease open and no slot owned, nothing is pinned or on its way for good, and all of HBM can be had."""
+    """Assert that nothing stays pinned or in flight, and that all HBM slots can be allocated.
+
+    Call this without open leases and without owned slots.
+    """
     held: dict[str, int] = {}
-    for _ in range(20):  # a timed spill may begin at any call
+    for _ in range(20):  # a timed spill may start at any call
         assert store.drain(patience_s), "something never ends"
         tiers = store.stats()["tiers"]
         assert isinstance(tiers, dict)

@@ -1,10 +1,15 @@
-"""Bugs planted into the product's source, for tests and machines that must notice them: the one way to plant any.
+"""Plants bugs in the product's source, for tests and state machines that must notice them.
 
-A bug is a text to change, and is searched for in a package: it outlives a module's name, and a move of its code into
-another module. It is planted into copies of loaded modules (``load``), into a copy that takes the loaded
-module's place (``install``), into a file that is loaded by its path (``write``), into a copy of the checkout in which
-tests run as processes of their own (``copy_of_checkout``, ``plant``, ``outcome``), or, where source will not do, by a
-function that patches what is loaded (``Plants``). ``require_noticed`` has a machine look for one.
+A bug is a piece of source text and its replacement. The text is searched for in a package, so a bug stays valid if
+its module is renamed or its code moves to another module. There are several ways to plant a bug:
+
+- into copies of loaded modules (``load``),
+- into a copy that takes the place of the loaded module (``install``),
+- into a file that is loaded by its path (``write``),
+- into a copy of the checkout, in which tests run in separate processes (``copy_of_checkout``, ``plant``, ``outcome``),
+- by a function that patches loaded objects, if a change of the source is not possible (``Plants``).
+
+``require_noticed`` runs a state machine that must notice a bug.
 """
 
 from __future__ import annotations
@@ -31,16 +36,19 @@ from tierstore.errors import TierStoreError
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 NOTICED = (AssertionError, TierStoreError, LookupError, Flaky)
-"""How a bug shows. An error of the store's that no machine expects may stand for an assertion that failed before it,
-when the machine is taken down. Flaky: it went wrong once, and not when the same was tried again: threads have a part
-in it. No TypeError and the like: a planted bug that does not fit the product any more would count as noticed."""
+"""Exceptions by which a state machine notices a bug.
+
+An unexpected error of the store counts: it may hide a failed assertion when the machine is torn down. Flaky counts: the
+machine failed once but not when it was repeated, because threads are involved. TypeError and the like do not count,
+because an outdated bug that breaks the product would be taken for a noticed one.
+"""
 
 CHECKOUT = Path(__file__).parents[2]
 PRODUCT = ("tierstore", "prefetch")
 OURS = (*PRODUCT, "tests")
 PATIENCE_S = 280.0
 
-# As many and as long as it takes; the first failure ends a run, and the choices are the same every time.
+# Large limits, because the first failure ends a run. The random choices are the same in every run.
 SEARCH = settings(
     max_examples=4000,
     stateful_step_count=30,
@@ -54,10 +62,13 @@ SEARCH = settings(
 
 
 class Plants(list[Plant]):
-    """Bugs that patch what is loaded, named for what goes wrong. ``bug`` takes one in: none is written and left out."""
+    """A list of bugs that patch loaded objects. Each is a function, named for what goes wrong.
+
+    The decorator ``bug`` adds a function to the list, so that no function is forgotten.
+    """
 
     def bug(self, plant: Plant) -> Plant:
-        """For use as a decorator."""
+        """Add a bug to the list. Used as a decorator."""
         self.append(plant)
         return plant
 
@@ -67,16 +78,16 @@ def require_noticed(
     given: settings = SEARCH,
     noticed: tuple[type[BaseException], ...] = NOTICED,
 ) -> None:
-    """The machine meets what is planted now, and it is the bug that shows."""
+    """Run a state machine, and assert that it fails with one of the exceptions ``noticed``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # a walk that the bug ended had leases
+        warnings.simplefilter("ignore", ResourceWarning)  # the failed run had open leases
         with pytest.raises(noticed):
             run_state_machine_as_test(machine, settings=given)
         gc.collect()
 
 
 class Bug(NamedTuple):
-    """``old`` must occur exactly once in the package that the bug is planted in, whichever module has it."""
+    """A bug: source text and its replacement. ``old`` must occur exactly once in the package, in any of its modules."""
 
     name: str
     old: str
@@ -84,9 +95,9 @@ class Bug(NamedTuple):
 
 
 def find(package: str, bug: Bug, checkout: Path = CHECKOUT) -> str:
-    """Return the dotted name of the one module of the package, or of the packages in it, that has ``bug.old``.
+    """Return the dotted name of the only module in the package or its sub-packages whose source has ``bug.old``.
 
-    Raises AssertionError for an outdated bug: call it where that fails the test, not where a noticed bug is expected.
+    Raises AssertionError for an outdated bug. Do not call it where an AssertionError means that the bug was noticed.
     """
     counts = {
         name: path.read_text(encoding="utf-8").count(bug.old) for name, path in _files(package, checkout)
@@ -97,10 +108,11 @@ def find(package: str, bug: Bug, checkout: Path = CHECKOUT) -> str:
 
 
 def load(subject: ModuleType, bug: Bug | None = None, package: str | None = None) -> ModuleType:
-    """Return a copy of the module, over code with the bug in it; what is loaded stays as it is.
+    """Return a copy of the subject that runs the code with the bug. Loaded modules do not change.
 
-    The bug is searched for in the package, by default the subject's. If another module than the subject has it, the
-    copy of the subject uses a copy of that one, and of what is between them. Raises AssertionError as ``find``.
+    The bug is searched for in ``package``, by default the package of the subject. If the bug is in another module, the
+    copy of the subject uses a copy of that module, and copies of the modules by which the subject imports it. Raises
+    AssertionError as ``find`` does.
     """
     planted = None if bug is None else find(package or _package(subject), bug)
     copies = {name: _empty_copy(name) for name in _using(planted or subject.__name__, subject.__name__)}
@@ -118,11 +130,11 @@ def load(subject: ModuleType, bug: Bug | None = None, package: str | None = None
 
 
 def install(patch: pytest.MonkeyPatch, subject: ModuleType, bug: Bug | None = None) -> ModuleType:
-    """Put a copy of the module that has the bug, or of the subject, in that module's place, and return the copy.
+    """Replace the module that has the bug, or the subject if there is no bug, with a copy, and return the copy.
 
-    Until the patch is undone, the modules of the product and of the tests that are loaded have the copy's classes and
-    functions under the names that they imported them by. The bug is searched for in the subject's package. Raises
-    AssertionError as ``find``.
+    Until the patch is undone, every loaded module of the product and the tests that has imported the original classes
+    and functions uses those of the copy instead. The bug is searched for in the subject's package. Raises
+    AssertionError as ``find`` does.
     """
     name = subject.__name__ if bug is None else find(_package(subject), bug)
     real = importlib.import_module(name)
@@ -141,9 +153,9 @@ def install(patch: pytest.MonkeyPatch, subject: ModuleType, bug: Bug | None = No
 
 
 def write(package: str, bug: Bug, folder: Path) -> dict[str, Path]:
-    """Write the one module that has it into ``folder``, with the bug; return the file by the module's dotted name.
+    """Plant the bug in a copy of its module, in ``folder``. Return the path of the copy, keyed by the module's name.
 
-    Raises AssertionError as ``find``.
+    The name is dotted. Raises AssertionError as ``find`` does.
     """
     name = find(package, bug)
     path = folder / "planted.py"
@@ -152,28 +164,34 @@ def write(package: str, bug: Bug, folder: Path) -> dict[str, Path]:
 
 
 def copy_of_checkout(folder: Path, *tests: str) -> None:
-    """The product, what tests share, and these folders of tests, under ``folder``."""
+    """Copy the product, ``tests/support`` and these folders of tests to ``folder``."""
     for package in ("tierstore", "tests/support", *(f"tests/{name}" for name in tests)):
         shutil.copytree(CHECKOUT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def plant(copy: Path, package: str, bug: Bug) -> None:
-    """Plant the bug in a package of a copy of the checkout. Raises AssertionError as ``find``."""
+    """Plant the bug in a package of a copy of the checkout. Raises AssertionError as ``find`` does."""
     name = find(package, bug, copy)
     _file(name, copy).write_text(_source(name, bug, copy), encoding="utf-8")
 
 
 def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in a copy of the checkout and from it; hangs are an error."""
+    """Run Python with these arguments in a copy of the checkout, so that it imports the copy's modules.
+
+    Raises subprocess.TimeoutExpired if the process hangs.
+    """
     return subprocess.run(
         [sys.executable, *command], cwd=copy, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
 def outcome(copy: Path, tests: Iterable[Callable[..., object]]) -> int:
-    """Exit code of pytest over tests of a copy: 1 for failures, other numbers for tests that could not be run."""
+    """Run these tests in a copy of the checkout, and return the exit code of pytest.
+
+    The code is 0 if all tests pass, 1 if a test fails, and another number if the tests could not be run.
+    """
     plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib", "-o", "pythonpath=.")
-    drawing = "--hypothesis-profile=ci"  # of no deadline, and the same every time; the checkout's conftest is not there
+    drawing = "--hypothesis-profile=ci"  # no deadline, deterministic; the copy has no conftest.py
     names = {f"{test.__module__.replace('.', '/')}.py::{test.__name__}" for test in tests}
     return run(copy, "-m", "pytest", "-q", "-x", *plain, drawing, *sorted(names)).returncode
 
@@ -188,7 +206,7 @@ def _file(name: str, checkout: Path = CHECKOUT) -> Path:
 
 
 def _files(package: str, checkout: Path) -> list[tuple[str, Path]]:
-    """Every module of a package, or the one module that is no package, with its file."""
+    """Return the names and files of all modules of a package, or of a single module."""
     top = _file(package, checkout)
     paths = sorted(top.parent.rglob("*.py")) if top.name == "__init__.py" else [top]
     return [(_name(path, checkout), path) for path in paths]
@@ -212,12 +230,15 @@ def _empty_copy(name: str) -> ModuleType:
 
 
 def _using(changed: str, subject: str) -> list[str]:
-    """The changed module and those that import it, among what the subject imports, each after what it imports."""
+    """Return the modules to copy: the changed module, and the modules by which the subject imports it.
+
+    Each module comes after the modules that it imports.
+    """
     uses: dict[str, bool] = {}
 
     def visit(name: str) -> bool:
         if name not in uses:
-            uses[name] = False  # for a module that imports itself, by way of others
+            uses[name] = False  # ends the recursion if modules import each other
             below = [visit(other) for other in _imports(name)]
             uses[name] = name == changed or any(below)
             order.append(name)
@@ -230,7 +251,7 @@ def _using(changed: str, subject: str) -> list[str]:
 
 @cache
 def _imports(name: str) -> tuple[str, ...]:
-    """Modules of the product that a module imports as it is loaded."""
+    """Return the modules of the product that a module imports when it is loaded."""
     found: list[str] = []
     for node in _at_load(ast.parse(_source(name, None)).body):
         if isinstance(node, ast.Import):

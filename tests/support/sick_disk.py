@@ -1,5 +1,6 @@
-"""A disk that hangs or fails: what stands in for ``os.preadv`` where extent files are read; and its clock, held by a
-test. Pages in LMDB are read by page faults, which nobody can stand in for.
+"""Simulates a disk that hangs or fails, by replacing ``os.preadv`` where extent files are read.
+
+A test can also stop the disk's timers. Reads from LMDB cannot be replaced, because they are page faults.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class Hanging:
-    """In the place of ``preadv``: the first ``count`` reads stand still until they are let go."""
+    """A replacement for ``preadv`` in which the first ``count`` reads hang until ``go_on`` is set."""
 
     def __init__(self, count: int) -> None:
         self.begun = threading.Semaphore(0)
@@ -47,7 +48,7 @@ class Hanging:
 
 
 class Slow:
-    """In the place of ``preadv``: every read stands still until the test lets one more go."""
+    """A replacement for ``preadv`` in which each read hangs until the test calls ``let_one_go``."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -64,7 +65,7 @@ class Slow:
 
 
 class Failing:
-    """In the place of ``preadv``: an error each time, counted."""
+    """A replacement for ``preadv`` in which each read fails. ``calls`` counts the reads."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -75,7 +76,7 @@ class Failing:
 
 
 def replace_preadv(monkeypatch: pytest.MonkeyPatch, preadv: Hanging | Slow | Failing | None) -> None:
-    """Reads of extent files go through ``preadv`` from now on; None: through the system's again."""
+    """Make reads of extent files call ``preadv`` from now on. None restores the system's function."""
     monkeypatch.setattr(extents, "os", os if preadv is None else Calls(preadv=preadv))
 
 
@@ -86,10 +87,10 @@ def disk_of(store: TierStore) -> NvmeTier:
 
 
 def hold_clock(tier: NvmeTier) -> None:
-    """Nothing of this disk happens by the clock from now on, however slow the machine is.
+    """Stop the timers of this disk, so that tests do not depend on the speed of the machine.
 
-    No read or write is late before ``time_is_up``, and what is left alone is not asked again before ``ask_again``, or
-    before what hung answers.
+    No read or write times out before ``time_is_up``. A disk that has failed is not tried again before ``ask_again``, or
+    before a read that hung responds.
     """
     tier._watchdog.close()
     breaker = tier._readers._breaker
@@ -97,7 +98,10 @@ def hold_clock(tier: NvmeTier) -> None:
 
 
 def time_is_up(tier: NvmeTier, *, reads: int = 0) -> None:
-    """What the disk is at now is late: these reads, which hang while all others end, and a write that hangs."""
+    """Make the operations that hang now time out: ``reads`` reads, and a write if one is in progress.
+
+    First wait until all other reads have ended.
+    """
     readers, writer = tier._readers, writer_of(tier)
 
     def only_those_hang() -> bool:
@@ -116,5 +120,5 @@ def time_is_up(tier: NvmeTier, *, reads: int = 0) -> None:
 
 
 def ask_again(tier: NvmeTier) -> None:
-    """The pause of a disk that is left alone is over."""
+    """End the pause after which a failed disk is tried again."""
     tier._readers._breaker._again = -math.inf

@@ -1,4 +1,4 @@
-"""The real copy engine and a real tier behind a gate: what is held back, failed or lost is the test's choice."""
+"""Gates in front of the real copy engine and a real tier. Tests choose which transfers are held, fail or are lost."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ UP: Lane = (Tier.NVME, Tier.HOST)
 
 
 class Begin(Protocol):
-    """Starts the pages of a transfer at these positions of what was submitted; leaves rubbish at the broken ones."""
+    """Starts a part of a transfer in the real engine or tier.
+
+    ``good`` and ``broken`` are positions of pages in the submitted transfer. Garbage is written for broken pages.
+    """
 
     def __call__(self, part: Transfer, good: tuple[int, ...], broken: tuple[int, ...]) -> None: ...
 
 
 class Held(NamedTuple):
-    """A transfer at the gate; ``places``: positions of its pages in what was submitted."""
+    """A transfer that waits at the gate. ``places`` are the positions of its pages in the submitted transfer."""
 
     transfer: Transfer
     places: tuple[int, ...]
@@ -40,48 +43,49 @@ class Held(NamedTuple):
 
 
 class Gate:
-    """Transfers by lane, each lane first in first out. ``hold`` stops a lane, ``let_go`` lets some of it pass.
+    """FIFO queues of transfers, one per lane, that is, per pair of source and destination.
 
-    A transfer that starts runs in the real part behind the gate; nothing is simulated but time and failure.
+    ``hold`` stops a lane, and ``let_go`` lets some of its transfers pass. A transfer that passes is executed by the
+    real engine or tier. Only delays and failures are simulated.
     """
 
     def __init__(self) -> None:
         self.holding: set[Lane] = set()
         self.losing: set[Lane] = set()
-        """Lanes whose transfers run and are never acknowledged, as with a dead peer: all that start or end now."""
+        """Lanes in which transfers that start or end are executed but not acknowledged."""
         self.late: set[Lane] = set()
-        """Lanes whose transfers run and are acknowledged only after ``deliver``."""
+        """Lanes whose transfers are executed but only acknowledged after ``deliver``."""
         self.failing: dict[Lane, list[frozenset[int]]] = {}
-        """For each lane the pages that fail in its next transfers, by position."""
+        """For each lane, the positions of the pages that fail in each of its next transfers."""
         self._held: dict[Lane, deque[Held]] = {}
         self._begun: dict[int, tuple[Transfer, tuple[int, ...], frozenset[int]]] = {}
         self._lost: set[int] = set()
-        """Transfers that started in a losing lane: they are lost however long their thread takes."""
+        """Transfers that started in a losing lane. Their acks are lost even if the lane is no longer in ``losing``."""
         self._acks: list[Ack] = []
         self._late_acks: list[Ack] = []
         self._lock = Lock()
         self.num_failed = 0
-        """Pages that did not arrive because the test said so."""
+        """Number of pages that failed because of ``fail_next``."""
         self.num_lost = 0
-        """Acknowledgements that were lost."""
+        """Number of acks that were lost."""
 
     def hold(self, *lanes: Lane) -> None:
         self.holding.update(lanes)
 
     def waiting(self, lane: Lane) -> int:
-        """Transfers that stand at the gate."""
+        """Return the number of transfers that are waiting at the gate."""
         return len(self._held.get(lane, ()))
 
     def let_go(self, lane: Lane, number: int | None = None) -> None:
-        """Starts the first ``number`` held transfers of a lane, all of them if None."""
+        """Start the first ``number`` held transfers of a lane, or all of them if ``number`` is None."""
         held = self._held.get(lane, deque())
         for _ in range(len(held) if number is None else min(number, len(held))):
             self._start(held.popleft())
 
     def tell_late(self, lane: Lane, pages: Set[int]) -> bool:
-        """The first held transfer of a lane is acknowledged: these of its pages are late, the others were not tried.
+        """Send an ack for the first held transfer of a lane: ``pages`` are late, and the others were not attempted.
 
-        The late ones stay at the gate. Whether there was such a transfer.
+        The late pages stay at the gate. Return False if there is no held transfer with one of these pages.
         """
         held = self._held.get(lane)
         late = () if not held else tuple(i for i in range(len(held[0].transfer.keys)) if i in pages)
@@ -95,20 +99,18 @@ class Gate:
         return True
 
     def overtake(self, lane: Lane) -> None:
-        """The first held transfer of a lane goes behind the others, as reads by several threads do."""
+        """Move the first held transfer of a lane to the end, as may happen when several threads read."""
         self._held.get(lane, deque()).rotate(-1)
 
     def deliver(self) -> None:
-        """The late acknowledgements come in, and none is late from now on."""
+        """Deliver all late acks. From now on, no ack is late."""
         self.late.clear()
         with self._lock:
             acks, self._late_acks = self._late_acks + self._acks, []
-            self._acks = sorted(
-                acks, key=lambda ack: not ack.late
-            )  # what says that pages are late comes first
+            self._acks = sorted(acks, key=lambda ack: not ack.late)  # acks that report late pages come first
 
     def open(self) -> None:
-        """Nothing is held, late, failed or lost from now on."""
+        """Let all transfers pass. From now on, no transfer is held, and no ack is late, failed or lost."""
         self.deliver()
         self.holding.clear()
         self.losing.clear()
@@ -117,11 +119,11 @@ class Gate:
             self.let_go(lane)
 
     def fail_next(self, lane: Lane, *pages: int) -> None:
-        """These pages of the lane's next transfer that starts will not arrive."""
+        """Make these pages fail in the next transfer of the lane that starts. ``pages`` are positions."""
         self.failing.setdefault(lane, []).append(frozenset(pages))
 
     def settle(self) -> None:
-        """Waits until everything that has passed the gate has ended."""
+        """Wait until all transfers that have passed the gate have ended."""
         deadline = monotonic() + 60.0
         while self.running:
             assert monotonic() < deadline, "a transfer does not end"
@@ -130,7 +132,7 @@ class Gate:
 
     @property
     def running(self) -> int:
-        """Transfers that passed the gate and have not ended."""
+        """Return the number of transfers that have passed the gate and have not ended."""
         with self._lock:
             return len(self._begun)
 
@@ -186,16 +188,16 @@ class Gate:
         return acks
 
     def _spoil(self, transfer: Transfer, pages: frozenset[int]) -> None:
-        """A copy that breaks may have written anything."""
+        """Write garbage to the destinations of these pages, as a failed copy may do."""
 
     def _collect(self) -> None:
         raise NotImplementedError
 
 
 class GatedCopies(Gate):
-    """A copy engine behind a gate; its two directions pass each other as the test likes.
+    """A copy engine behind a gate. Each of its two directions is a lane.
 
-    ``memory``: the tiers whose slots are memory, to leave rubbish where a copy breaks.
+    ``memory`` contains the slots of the memory tiers. Failed copies write garbage into these slots.
     """
 
     def __init__(self, inner: CopyEngine, memory: Mapping[Tier, SlotBytes]) -> None:
@@ -232,7 +234,7 @@ class GatedCopies(Gate):
 
 
 class GatedRecords(Gate):
-    """A tier that keeps pages by key behind a gate. A read that fails leaves rubbish in its slot, as disks do."""
+    """A tier of records behind a gate. A failed read leaves garbage in its slot, as on a real disk."""
 
     def __init__(self, inner: RecordTier) -> None:
         super().__init__()
@@ -285,7 +287,7 @@ class GatedRecords(Gate):
 
 
 def _part(transfer: Transfer, pages: tuple[int, ...]) -> Transfer:
-    """The same transfer with only some of its pages."""
+    """Return the same transfer with only the pages at these positions."""
     return replace(
         transfer,
         keys=tuple(transfer.keys[i] for i in pages),

@@ -13,7 +13,7 @@ from tierstore.types import PageKey, Tier
 
 
 def mooncake(file: Path, rows: Sequence[tuple[int, list[int]]]) -> Path:
-    """Requests of so many tokens and these blocks, a second apart."""
+    """Write a trace in Mooncake's format, with requests one second apart. Each row is (number of tokens, blocks)."""
     lines = [
         json.dumps({"timestamp": 1000 * i, "input_length": tokens, "output_length": 1, "hash_ids": blocks})
         for i, (tokens, blocks) in enumerate(rows)
@@ -23,7 +23,10 @@ def mooncake(file: Path, rows: Sequence[tuple[int, list[int]]]) -> Path:
 
 
 def chats(number: int, turns: int) -> list[tuple[int, list[int]]]:
-    """Chats that share their first block and take turns, each turn two blocks longer; between them, one-off prompts."""
+    """Return rows for several chats that take turns, with one-off prompts in between.
+
+    All chats share their first block. Each turn of a chat is two blocks longer than the previous one.
+    """
     rows, fresh = [], itertools.count(1000)
     for turn in range(1, turns + 1):
         for chat in range(number):
@@ -47,7 +50,7 @@ def ignore(pages: int) -> None:
 
 
 def requests_of(*sequences: str) -> list[Request]:
-    """A request a word, a block a letter; words that begin alike share blocks."""
+    """Return one request per word, with one block per letter. Words share the blocks of a common prefix."""
     made = []
     for i, word in enumerate(sequences):
         keys = tuple(PageKey(word[: n + 1].encode()) for n in range(len(word)))

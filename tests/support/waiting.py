@@ -1,4 +1,4 @@
-"""Waiting for what other threads do in their own time: it ends as soon as it holds, and a hang is a failure."""
+"""Waits for the work of other threads. A wait ends as soon as its condition holds; a timeout fails the test."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ PATIENCE_S = 60.0
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Returns once it holds. For what happens sooner or later and then stays; nothing is to be told from how soon."""
+    """Wait until the condition holds, at most ``PATIENCE_S`` seconds.
+
+    Use this only for conditions that stay true once they hold. A test must not depend on how long the wait takes.
+    """
     deadline = monotonic() + PATIENCE_S
     while not holds():
-        assert monotonic() < deadline, "it never holds"
+        assert monotonic() < deadline, f"the condition did not hold within {PATIENCE_S} s"
         sleep(0.002)

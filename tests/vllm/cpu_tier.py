@@ -1,4 +1,4 @@
-"""vLLM's CPU tier without a card: a worker that copies in memory. Only vLLM imports this module."""
+"""vLLM's CPU tier for engines without a GPU: the worker copies within host memory. Only vLLM imports this module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuWorker(OffloadingWorker):  # type: ignore[misc]
-    """Every job is done when it is submitted; one block a chunk."""
+    """A worker that completes each job when it is submitted. A chunk is one block."""
 
     def __init__(self, kv_caches: Any, region: Any) -> None:
         self._region = region
@@ -47,7 +47,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's tiers over that worker."""
+    """vLLM's ``TieringOffloadingSpec`` with a ``CpuWorker``."""
 
     def get_worker(self, kv_caches: Any) -> CpuWorker:
         region = SharedOffloadRegion(

@@ -1,4 +1,4 @@
-"""Damage to what an engine left on disk."""
+"""Damages files that an engine has left on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from tests.nvme.rig import change
 
 
 def flip_every(home: Path, share: int, page_nbytes: int, rank: int = 0) -> int:
-    """Change one byte in the payload of every ``share``-th slot of a rank's extent files below ``home``; how many."""
+    """Change one byte in every ``share``-th slot of a rank's extent files below ``home``.
+
+    Return the number of bytes changed.
+    """
     files = sorted(home.rglob(f"*-{rank}/extent-*.bin"))
     assert files, f"no extent file below {home}"
     slot = 4096 + -(-page_nbytes // 4096) * 4096

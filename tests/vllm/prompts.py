@@ -1,4 +1,4 @@
-"""What the engines are asked: texts that are the same in every run, and whose answers need what stands in them."""
+"""Prompts for the engines: generated texts that are the same in every run. The answers depend on what the texts say."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _CITIES = ("Lima", "Oslo", "Cairo", "Delhi", "Paris", "Quito", "Rome", "Tunis", 
 
 
 def document(number: int, facts: int) -> str:
-    """A text of ``facts`` sentences of about 16 tokens, and the beginning of one of them again: a model that has read
-    it goes on with the rest of that sentence, which no other document has.
+    """Return a text of ``facts`` sentences of about 16 tokens, followed by the beginning of one of them.
+
+    A model that has read the text continues with the rest of that sentence, which is in no other document.
     """
     dice = random.Random(f"document {number}")
     sentences = [
@@ -35,10 +36,10 @@ def document(number: int, facts: int) -> str:
 
 
 def documents(count: int, facts: int) -> list[str]:
-    """The first ``count`` documents."""
+    """Return the first ``count`` documents."""
     return [document(number, facts) for number in range(count)]
 
 
 def tile(prompts: Sequence[str], rounds: int) -> list[str]:
-    """Every prompt once, then every prompt again: the order that an LRU pool smaller than all of them never hits."""
+    """Return all prompts, ``rounds`` times in the same order. An LRU pool too small for all of them has no hit."""
     return [prompt for _ in range(rounds) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Starts lives of real engines, one after the other, and keeps what each of them said."""
+"""Runs real engines one after the other (see ``child``), and keeps their output."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ Prompt = str | list[int] | dict[str, Any]
 
 def ask(prompts: Sequence[Prompt], tokens: int = 8, *, together: bool = False) -> Step:
     return "ask", {"prompts": list(prompts), "tokens": tokens, "together": together}
+
+
+def remote(prompts: Sequence[Prompt], tokens: int = 8) -> Step:
+    return "remote", {"prompts": list(prompts), "tokens": tokens}
+
+
+def reset_both() -> Step:
+    return "reset_both", {}
+
+
+def prompt_logprobs(prompts: Sequence[list[int]]) -> Step:
+    return "prompt_logprobs", {"prompts": list(prompts)}
+
+
+def talk(turns: Sequence[list[int]], tokens: int, *, forget: bool) -> Step:
+    return "talk", {"turns": list(turns), "tokens": tokens, "forget": forget}
 
 
 def reset() -> Step:
@@ -49,8 +65,24 @@ def settle() -> Step:
     return "settle", {}
 
 
+def rest() -> Step:
+    return "rest", {}
+
+
 def blocks() -> Step:
     return "blocks", {}
+
+
+def held() -> Step:
+    return "held", {}
+
+
+def memory() -> Step:
+    return "memory", {}
+
+
+def interrupted(prompts: Sequence[Prompt], tokens: int, pauses: Sequence[str], every: int) -> Step:
+    return "interrupted", {"prompts": list(prompts), "tokens": tokens, "pauses": list(pauses), "every": every}
 
 
 def check() -> Step:
@@ -61,8 +93,16 @@ def fail_loads(every: int) -> Step:
     return "fail_loads", {"every": every}
 
 
+def spoil_states() -> Step:
+    return "spoil_states", {}
+
+
+def files(folder: Path) -> Step:
+    return "files", {"folder": str(folder)}
+
+
 def kill() -> Step:
-    """The last one of a life: it ends as a crash does."""
+    """Return the step that ends an engine as a crash does. It must be the last step."""
     return "kill", {}
 
 
@@ -71,9 +111,9 @@ def beside(case: Mapping[str, Any], folder: Path) -> Step:
 
 
 def connector(config: object, load: str = "always", **more: object) -> dict[str, Any]:
-    """The transfer configuration that turns TierStore on; ``config``: a path or a mapping.
+    """Return the transfer configuration that enables TierStore. ``config`` is a path or a mapping.
 
-    ``load``: by itself what is found is loaded however slow this machine's disk is, since hits are what is counted.
+    By default, all pages found are loaded, even if the disk is slow, because tests count hits.
     """
     line: dict[str, Any] = {
         "kv_connector": "TierStoreConnector",
@@ -85,8 +125,26 @@ def connector(config: object, load: str = "always", **more: object) -> dict[str,
     return line | more
 
 
+def several(*lines: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the transfer configuration of ``MultiConnector`` with these connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [dict(line) for line in lines]},
+    }
+
+
+def nixl(role: str) -> dict[str, Any]:
+    """Return the transfer configuration of NIXL, vLLM's connector between a prefill engine and a decode engine."""
+    return {"kv_connector": "NixlConnector", "kv_role": role}
+
+
 def tiers(chunks: int, chunk_nbytes: int, secondary: Mapping[str, object]) -> dict[str, Any]:
-    """The transfer configuration of vLLM's own tiers: host memory of so many chunks, and one tier below."""
+    """Return the transfer configuration of vLLM's own tiers: host memory for ``chunks`` chunks, and a tier below it.
+
+    ``secondary`` is the configuration of the tier below.
+    """
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -102,9 +160,10 @@ def tiers(chunks: int, chunk_nbytes: int, secondary: Mapping[str, object]) -> di
 
 @dataclass
 class Engines:
-    """``python``: one that has vLLM. ``folder`` keeps each life's case, result and log, by number.
+    """Starts engines of one model.
 
-    ``always``: arguments of every engine.
+    ``python`` is an interpreter that has vLLM. ``folder`` receives the case, the result and the log of each engine.
+    ``always`` contains arguments that every engine gets.
     """
 
     python: Path
@@ -118,18 +177,33 @@ class Engines:
         steps: Sequence[Step],
         *,
         transfer: Mapping[str, Any] | None = None,
+        prefill: Mapping[str, Any] | None = None,
         in_process: bool = False,
+        first: str | None = None,
         **engine: object,
     ) -> list[Any]:
-        """Start an engine, play ``steps``, end it; the results of the steps, in their order.
+        """Start an engine, execute ``steps``, and end it. Return the results of the steps, in order.
 
-        ``in_process``: scheduler and worker in one process, as on one card; else each has its own. ``engine`` goes to
-        vLLM's ``LLM``. AssertionError with the end of the log if it does not end well.
+        Args:
+            steps: Methods of ``child.Life`` with their arguments.
+            transfer: The transfer configuration, or None.
+            prefill: The transfer configuration of a second engine, for the step ``remote``.
+            in_process: Whether the process that executes the steps also runs the scheduler and, if there is only one
+                worker, the worker.
+            first: A module to import before the engine starts, or None.
+            engine: Arguments of vLLM's ``LLM``.
+
+        Raises:
+            AssertionError: The engine failed. The message contains the end of the log.
         """
         self.lives += 1
         home = self.folder / f"life-{self.lives}"
         home.mkdir(parents=True)
         case = self.case(steps, transfer=transfer, **engine)
+        if prefill is not None:
+            case["prefill"] = {"engine": case["engine"], "transfer": dict(prefill)}
+        if first is not None:
+            case["first"] = first
         (home / "case.json").write_text(json.dumps(case))
         with (home / "log.txt").open("wb") as log:
             ended = subprocess.run(
@@ -149,7 +223,7 @@ class Engines:
     def case(
         self, steps: Sequence[Step], *, transfer: Mapping[str, Any] | None = None, **engine: object
     ) -> dict[str, Any]:
-        """A case as ``tests.vllm.child`` takes it, with defaults that fit a small machine."""
+        """Return a case for ``tests.vllm.child``, with default arguments that suit a small machine."""
         defaults: dict[str, object] = {
             "model": str(self.model),
             "dtype": "float32",
@@ -167,7 +241,7 @@ class Engines:
         }
 
     def log(self) -> str:
-        """What the last life said."""
+        """Return the log of the last engine."""
         return (self.folder / f"life-{self.lives}" / "log.txt").read_text(errors="replace")
 
 

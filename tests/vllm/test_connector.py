@@ -1,4 +1,4 @@
-"""``TierStoreConnector`` in real engines: hits of every kind answer as plain vLLM does."""
+"""Test ``TierStoreConnector`` in real engines: for every kind of hit, answers equal those without a connector."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from tests.vllm.runner import (
     kill,
     reset,
     settle,
+    sleep,
     storm,
 )
 
 pytestmark = pytest.mark.vllm
 
 PAGE = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of a block of 32 tokens: layers, tokens, K and V, heads, dimensions, bytes a number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
 
 PROMPTS = documents(6, 12)
 TOKENS = 24
 WHOLE = 192
-"""Tokens of a prompt's full blocks."""
+"""Number of tokens in the full blocks of a prompt."""
 
 EXTERNAL = "vllm:external_prefix_cache_hits"
 
@@ -55,7 +56,7 @@ def cached(answers: Sequence[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
-def test_hits_of_every_tier_answer_as_plain_vllm(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+def test_hits_of_every_tier_answer_like_plain_vllm(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     expected, all_of_it = oracle(PROMPTS, TOKENS), [WHOLE] * len(PROMPTS)
 
     cold, own, none, _, settled, host, after = engines.life(
@@ -104,13 +105,14 @@ def test_hits_of_every_tier_answer_as_plain_vllm(engines: Engines, oracle: Oracl
 
 
 def test_aborts_and_preemptions_leak_nothing(
-    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
+    small_engines: Engines, small_oracle: Oracle, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    requests = 1000 if request.config.getoption("--all-models") else 300
     prompts, tokens = tiny_model.prompts(12, 180), 40
     expected = small_oracle(prompts, tokens)
     first, free, clean, found, answers, free_again, clean_again = small_engines.life(
         [
-            storm(prompts, requests=1000, tokens=tokens, seed=1, most=8),
+            storm(prompts, requests=requests, tokens=tokens, seed=1, most=8),
             blocks(),
             check(),
             counts(),
@@ -126,8 +128,8 @@ def test_aborts_and_preemptions_leak_nothing(
         max_num_batched_tokens=256,
     )
     assert len({tuple(answer) for answer in expected}) == len(prompts)
-    assert first["aborted"] >= 500
-    assert found["vllm:num_preemptions"] > 20
+    assert first["aborted"] >= requests * 0.4
+    assert found["vllm:num_preemptions"] > requests / 50
     assert found[EXTERNAL] > 0
     for number, answer in first["answered"]:
         assert answer == expected[number]
@@ -136,7 +138,7 @@ def test_aborts_and_preemptions_leak_nothing(
     assert clean == clean_again == "clean"
 
 
-def test_two_ranks_answer_as_one_and_find_their_pages_after_a_restart(
+def test_two_ranks_answer_like_one_and_find_their_pages_after_a_restart(
     small_engines: Engines, small_oracle: Oracle, tmp_path: Path
 ) -> None:
     prompts, tokens = tiny_model.prompts(12, 180), 40
@@ -156,7 +158,7 @@ def test_two_ranks_answer_as_one_and_find_their_pages_after_a_restart(
     assert cached(again) == [160] * 12
 
 
-def test_a_second_engine_is_refused_and_what_a_killed_one_left_is_found(
+def test_second_engine_is_refused_and_pages_of_a_killed_one_are_found_until_sleep(
     small_engines: Engines, small_oracle: Oracle, tmp_path: Path
 ) -> None:
     prompts, tokens = tiny_model.prompts(12, 180), 40
@@ -174,17 +176,22 @@ def test_a_second_engine_is_refused_and_what_a_killed_one_left_is_found(
     assert tokens_of(cold) == tokens_of(after) == expected
     assert cached(after) == [160] * 12
 
-    restarted, clean = small_engines.life([ask(prompts, tokens), check()], transfer=line, in_process=True)
-    assert tokens_of(restarted) == expected
+    restarted, _, computed, _, stored, clean = small_engines.life(
+        [ask(prompts, tokens), sleep(), ask(prompts, tokens), reset(), ask(prompts, tokens), check()],
+        transfer=line,
+        in_process=True,
+    )
+    assert tokens_of(restarted) == tokens_of(computed) == tokens_of(stored) == expected
     assert sum(cached(restarted)) > 0
+    assert cached(computed) == [0] * 12
+    assert cached(stored) == [160] * 12
     assert clean == "clean"
 
 
-def test_prompts_of_any_length_hit_and_tenants_never_each_other(
+def test_prompts_of_any_length_hit_and_tenants_never_share(
     small_engines: Engines, small_oracle: Oracle, tmp_path: Path
 ) -> None:
-    lengths, tokens = [192] * 3 + [193] * 3 + [31] * 3, 40
-    prompts = [prompt[:length] for prompt, length in zip(tiny_model.prompts(9, 193), lengths, strict=True)]
+    prompts, tokens = tiny_model.of_many_lengths(), 40
     expected = small_oracle(prompts, tokens)
     ours: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": "ours"} for prompt in prompts]
     theirs: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": "theirs"} for prompt in prompts]
@@ -207,9 +214,7 @@ def test_prompts_of_any_length_hit_and_tenants_never_each_other(
     assert cached(hit)[3:] == [192] * 3 + [0] * 3
 
 
-def test_loads_that_fail_are_computed_anew(
-    small_engines: Engines, small_oracle: Oracle, tmp_path: Path
-) -> None:
+def test_failed_loads_are_recomputed(small_engines: Engines, small_oracle: Oracle, tmp_path: Path) -> None:
     prompts, tokens = tiny_model.prompts(12, 180), 40
     expected = small_oracle(prompts, tokens)
     line = connector(
@@ -239,3 +244,29 @@ def test_loads_that_fail_are_computed_anew(
     assert found[EXTERNAL] > 0
     assert free["free"] == free["usable"]
     assert clean == "clean"
+
+
+def test_two_unequal_pipeline_stages_answer_like_one_and_find_their_pages_after_a_restart(
+    staged_engines: Engines, tmp_path: Path
+) -> None:
+    prompts, tokens = tiny_model.prompts(6, 180), 24
+    (plain,) = staged_engines.life([ask(prompts, tokens)], in_process=True)
+    expected = tokens_of(plain)
+    line = connector(
+        tiers(tmp_path / "a", 200, tiny_model.PAGE_NBYTES, "64MiB"),
+        kv_connector_module_path="tests.vllm.staged",
+    )
+    cold, _, host, found = staged_engines.life(
+        [ask(prompts, tokens), reset(), ask(prompts, tokens, together=True), counts()],
+        transfer=line,
+        pipeline_parallel_size=2,
+    )
+    assert tokens_of(cold) == tokens_of(host) == expected
+    assert found[EXTERNAL] == 6 * 160 == sum(cached(host))
+    assert flip_every(tmp_path / "a", 13, tiny_model.PAGE_NBYTES // 2, rank=1) > 0
+    restarted, again = staged_engines.life(
+        [ask(prompts, tokens), ask(prompts, tokens)], transfer=line, pipeline_parallel_size=2
+    )
+    assert tokens_of(restarted) == tokens_of(again) == expected
+    assert min(cached(restarted)) < 160 <= max(cached(restarted))
+    assert cached(again) == [160] * 6

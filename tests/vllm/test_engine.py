@@ -1,4 +1,4 @@
-"""The tests' own ground: plain vLLM answers alike however it is asked, and what each text says matters."""
+"""Test what other tests rely on: plain vLLM's answer to a prompt never varies, and differs between prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.vllm.runner import Engines, ask, counts, reset
 pytestmark = pytest.mark.vllm
 
 
-def test_plain_vllm_answers_alike_with_and_without_its_own_cache(engines: Engines, oracle: Oracle) -> None:
+def test_plain_vllm_answers_equally_with_and_without_its_own_cache(engines: Engines, oracle: Oracle) -> None:
     prompts = documents(6, 12)
     expected = oracle(prompts, 24)
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)

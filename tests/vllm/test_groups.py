@@ -1,4 +1,4 @@
-"""A model with sliding windows: KV groups of their own, each with its pages; answers as plain vLLM's."""
+"""Test a model with sliding windows in separate KV groups: answers equal those of vLLM without a connector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.vllm.test_connector import EXTERNAL, cached, tiers, tokens_of
 pytestmark = pytest.mark.vllm
 
 
-def test_groups_with_windows_are_loaded_from_every_tier_as_plain_vllm_would_compute_them(
+def test_groups_with_windows_loaded_from_every_tier_match_plain_vllm(
     window_engines: Engines, window_oracle: Oracle, tmp_path: Path
 ) -> None:
     prompts, tokens, whole = tiny_model.prompts(8, 180), 40, [160] * 8

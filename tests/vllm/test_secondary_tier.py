@@ -1,4 +1,4 @@
-"""Our NVMe tier below vLLM's own CPU tier, in real engines."""
+"""Test TierStore's NVMe tier below vLLM's own CPU tier, in real engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.runner import Engines, ask, beside, counts, reset, tiers
 pytestmark = pytest.mark.vllm
 
 CHUNK = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of one block of 32 tokens: layers, tokens, K and V, heads, dimensions, bytes a number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
 
 PROMPTS = documents(6, 12)
 TOKENS = 24
@@ -31,7 +31,7 @@ def secondary(home: Path) -> dict[str, object]:
     }
 
 
-def test_it_answers_as_plain_vllm_and_hits_after_a_restart_and_damage_is_computed_anew(
+def test_secondary_tier_answers_like_plain_vllm_hits_after_a_restart_and_recomputes_damage(
     engines: Engines, oracle: Oracle, tmp_path: Path
 ) -> None:
     expected = oracle(PROMPTS, TOKENS)

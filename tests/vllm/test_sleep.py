@@ -1,4 +1,4 @@
-"""An engine that sleeps and wakes up: what it held is gone, and it answers as before."""
+"""Test an engine that sleeps and wakes up: its pages are gone, and its answers are the same as before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.vllm.runner import Engines, ask, check, connector, reset, sleep
 pytestmark = pytest.mark.vllm
 
 
-def test_an_engine_that_slept_computes_anew_and_stores_again(
+def test_engine_recomputes_and_stores_again_after_sleep(
     small_engines: Engines, small_oracle: Oracle, tmp_path: Path
 ) -> None:
     prompts, tokens = tiny_model.prompts(6, 180), 8

@@ -1,4 +1,4 @@
-"""More documents than the engine's pool holds, in the order that an LRU pool never hits, beside vLLM's own tiers."""
+"""Test more documents than the engine's pool holds, in an order without LRU hits, and compare with vLLM's own tiers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.vllm.runner import Engines, ask, connector, counts, tiers
 pytestmark = pytest.mark.vllm
 
 PAGE = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of a block of 32 tokens: layers, tokens, K and V, heads, dimensions, bytes a number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
 
 DOCUMENTS = documents(12, 48)
 TOKENS = 8
 POOL = 3 * 26
-"""Blocks for three documents and their answers."""
+"""Number of blocks in the engine's pool: enough for three documents and their answers."""
 
 HOST = 6 * 25
-"""Pages of host memory, for half of the documents."""
+"""Number of pages in host memory: enough for half of the documents."""
 
 
 def test_twelve_documents_hit_from_their_second_round_on_and_from_the_first_after_a_restart(

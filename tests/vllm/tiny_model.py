@@ -1,6 +1,6 @@
-"""Small random models on disk, for engines that are to do much in little time, on several ranks too."""
+"""Functions that write small random models to disk, for fast tests of engines, including engines with several ranks."""
 
-# transformers leaves some of its functions untyped:
+# Some functions of transformers have no types:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
@@ -8,24 +8,34 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCABULARY = 512
 PAGE_NBYTES = 2 * 32 * 2 * 4 * 32 * 4
-"""Of 32 tokens: layers, tokens, K and V, heads, dimensions, bytes a number; of the model with windows of each group."""
+"""Bytes of a page: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number.
+
+In the model with windows, this is the size of a page of each group.
+"""
 
 WINDOW = 48
-"""Tokens that a layer with a window sees."""
+"""Size of a sliding window in tokens."""
 
 
-def save(folder: Path) -> Path:
-    """Write a Llama to ``folder``. Large weights, so that logits lie far apart and equal answers mean something."""
+def save(folder: Path, layers: int = 2) -> Path:
+    """Write a Llama to ``folder``. Its weights are large, so that different tokens have clearly different logits."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
@@ -38,7 +48,7 @@ def save(folder: Path) -> Path:
 
 
 def save_with_windows(folder: Path) -> Path:
-    """The same of a Gemma 3, of whose six layers four have a window: vLLM makes three groups of two layers each."""
+    """Write a small Gemma 3 model. Four of its six layers have a window, so vLLM makes three groups of two layers."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
@@ -60,7 +70,31 @@ def save_with_windows(folder: Path) -> Path:
     return _written(Gemma3ForCausalLM(config), folder)
 
 
-def _written(model: LlamaForCausalLM | Gemma3ForCausalLM, folder: Path) -> Path:
+def save_with_mla(folder: Path) -> Path:
+    """Write a DeepSeek V2 with dense layers. It has MLA, for which vLLM has no prefix caching on most CPUs."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return _written(DeepseekV2ForCausalLM(config), folder)
+
+
+def _written(model: LlamaForCausalLM | Gemma3ForCausalLM | DeepseekV2ForCausalLM, folder: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -70,8 +104,14 @@ def _written(model: LlamaForCausalLM | Gemma3ForCausalLM, folder: Path) -> Path:
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
-    """Token ids that no two prompts begin alike with."""
+    """Return random prompts as token IDs. No two prompts share their first tokens."""
     return [
         [random.Random(f"{number} {place}").randrange(3, VOCABULARY) for place in range(tokens)]
         for number in range(count)
     ]
+
+
+def of_many_lengths() -> list[list[int]]:
+    """Return nine prompts: three fill blocks of 32 tokens, three are a token longer, three are shorter than a block."""
+    lengths = [192] * 3 + [193] * 3 + [31] * 3
+    return [prompt[:length] for prompt, length in zip(prompts(9, 193), lengths, strict=True)]
