@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("tierstore", "prefetch", "configs"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     into = tmp_path_factory.mktemp("wheel")
     words = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
@@ -86,8 +86,12 @@ def test_every_configuration_of_the_repository_is_in_the_wheel_and_loads(install
         assert (installed / "tierstore" / "configs" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_checkout_has_the_same_configurations_at_the_same_place() -> None:
-    assert (ROOT / "tierstore" / "configs").resolve() == ROOT / "configs", "configs/ is the only source"
+def test_no_file_of_the_repository_is_a_symbolic_link() -> None:
+    """Archives and copies of the repository do not all keep links: a link arrives as a file with the path in it."""
+    tracked = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("this copy of the repository has no git directory")
+    assert [line for line in tracked.stdout.splitlines() if line.startswith("120000")] == []
 
 
 def test_the_metadata_names_the_author_and_the_licence(wheel: Path) -> None:
