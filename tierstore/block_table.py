@@ -212,6 +212,21 @@ class BlockTable:
         del self.slots[keep:]
         return freed
 
+    def lose(self, first: int, stop: int) -> list[int]:
+        """Remove page ``first`` and all pages after it, because the store took back sealed pages ``[first, stop)``.
+
+        The store does so if a page that was in flight could not be loaded. Its slot may since have become a
+        private page of another table of this family, so the slots of these pages are not released. Private pages
+        from ``stop`` on are.
+
+        Returns:
+            The freed slots.
+        """
+        freed = self.private.let_go(self.slots[stop:])
+        del self.slots[first:]
+        self.num_tokens = min(self.num_tokens, first * self.page_size)
+        return freed
+
     def drop_before(self, position: int) -> list[int]:
         """Drop pages that end at or before ``position``, because no token will read them any more.
 

@@ -58,9 +58,7 @@ def below(model: PreTrainedModel, *prompts: list[int], keep: int = 0) -> Iterato
     """
     with open_store(model, host=32) as store:
         for prompt in prompts:
-            with TierStoreCache(store, prompt, model=model) as cache, torch.no_grad():
-                ids = torch.tensor([prompt[cache.get_seq_length() :]])
-                model(ids, **{cache_argument(model): cache})
+            compute(store, model, prompt)
         keys = [key for prompt in prompts for key in store.keys(prompt)[keep:]]
         store.demote(keys, Tier.HOST)
         assert store.drain(PATIENCE_S)
@@ -74,6 +72,13 @@ def below(model: PreTrainedModel, *prompts: list[int], keep: int = 0) -> Iterato
             for let in lets:
                 let.go(1000)
             lets.clear()
+
+
+def compute(store: TierStore, model: PreTrainedModel, prompt: list[int]) -> None:
+    """Run the model over the prompt, so that its full pages are in the store."""
+    with TierStoreCache(store, prompt, model=model) as cache, torch.no_grad():
+        ids = torch.tensor([prompt[cache.get_seq_length() :]])
+        model(ids, **{cache_argument(model): cache})
 
 
 def gate(patch: pytest.MonkeyPatch) -> Let:
@@ -363,6 +368,57 @@ def test_chat_continues_after_pages_fail_between_turns(
             broken_after_the_first_layer(patch, PAGES)
             assert session.generate(max_new_tokens=4, do_sample=False, pad_token_id=0) == expected
         store.check()
+
+
+@contextmanager
+def slot_of_a_lost_page_in_use(model: LlamaForCausalLM, patch: pytest.MonkeyPatch) -> Iterator[TierStoreCache]:
+    """Yield a cache of two rows: row 0's last page could not be loaded, and its slot is now row 1's copied page.
+
+    Row 1 is opened when HBM has no other slot, so it waits until the store takes back the slot of the page that failed.
+    """
+    like = random_prompt(PAGE + 1, seed=7)
+    ids, mask = pad_left([PROMPT, like[:5] + random_prompt(4, seed=8)])
+    with below(model, PROMPT, keep=PAGES - 1) as store:
+        compute(store, model, like)
+        slots = store.allocate(31 - PAGES)
+        let, right = gate(patch), TierStore.allocate
+
+        def once_it_failed(store: TierStore, count: int, **options: Any) -> list[int]:
+            let.go(LAYERS - 1)
+            let.broken = True
+            let.go(1)
+            return right(store, count, **options)
+
+        with store.acquire(store.keys(like)), patch.context() as inner:
+            inner.setattr(TierStore, "allocate", once_it_failed)
+            cache = TierStoreCache(store, ids, mask, model=model)
+        lost, row = cache.batch.rows
+        assert (row.copied_tokens, row.table.slots) == (5, lost.table.slots[PAGES - 1 :])
+        store.free(slots)
+        let.broken = False
+        let.go(1000)
+        with cache:
+            yield cache
+        pages_are_right(store, model)
+
+
+def test_page_whose_slot_was_lost_is_not_sealed_when_the_cache_is_closed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slot_of_a_lost_page_in_use(model, monkeypatch):
+        pass
+
+
+def test_row_that_lost_a_page_does_not_free_the_slot_that_another_row_took_over(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slot_of_a_lost_page_in_use(model, monkeypatch) as cache:
+        row, store = cache.batch.rows[1], cache.batch.terms.store
+        cache.batch.settle()
+        assert row.table.private.sole(row.table.slots[0])
+        free = store.allocate(31 - PAGES)
+        assert row.table.slots[0] not in free
+        store.free(free)
 
 
 def test_kv_groups_are_loaded_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,8 @@ class FlakyMachine(AdapterMachine):
     "build", lanes.some([small_llama, tiny_gemma], (tiny_gemma,).__contains__), ids=["full", "groups"]
 )
 def test_copies_failing_at_any_layer_cost_recomputation_but_no_wrong_answer(
-    build: Callable[[], PreTrainedModel], request: pytest.FixtureRequest
+    build: Callable[[], PreTrainedModel],
 ) -> None:
-    if lanes.SEED is not None:
-        # A known fault, see CHANGELOG. With seed 21, half of the runs give a wrong answer in a batch of three rows.
-        request.applymarker(
-            pytest.mark.xfail(reason="a copy that fails in a batch", raises=AssertionError, strict=False)
-        )
     kind = type("Machine", (FlakyMachine,), {"model": build()})
     FAILED.clear()
     OPENED.clear()

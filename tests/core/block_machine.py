@@ -87,6 +87,29 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
         del row.tokens[stop:]
         assert len(row.table.slots) == -(-stop // self.page_size), "stale slots"
 
+    @precondition(lambda self: 0 < len(self.rows) < 4)
+    @rule(data=st.data(), more=st.integers(0, 3))
+    def lose(self, data: st.DataObject, more: int) -> None:
+        """Let the load of a sealed page fail. A new sequence of the same family takes its slot before the table knows."""
+        row = self._row(data)
+        pointing, slots = self.pointing(), row.table.slots
+        lost = [page for page, slot in enumerate(slots) if slot in self.sealed and pointing[slot] == 1]
+        if not lost:
+            return
+        first = data.draw(st.sampled_from(lost))
+        stop = next((page for page in range(first, len(slots)) if page not in lost), len(slots))
+        self.rows.remove(row)
+        for slot in slots[first:stop]:
+            del self.sealed[slot]
+            self.put_back(slot)
+            self.free.insert(0, self.free.pop())
+        family = next(at for at, private in enumerate(self.families) if private is row.table.private)
+        other = self._open(family)
+        self.write(other, 0, more)
+        self.rows.append(row)
+        self.freed(row.table.lose(first, stop))
+        del row.tokens[first * self.page_size :]
+
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def drop_behind_window(self, data: st.DataObject) -> None:

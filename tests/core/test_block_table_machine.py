@@ -44,6 +44,18 @@ BUGS = [
         "        keep = self._pages(num_tokens)\n",
         "        keep = num_tokens // self.page_size\n",
     ),
+    Bug(
+        "lost pages are released although others own their slots",
+        "        freed = self.private.let_go(self.slots[stop:])\n",
+        "        freed = self.private.let_go(self.slots[first:])\n",
+    ),
+    Bug(
+        "private pages after lost ones are not released",
+        "        freed = self.private.let_go(self.slots[stop:])\n",
+        "        freed = []\n",
+    ),
+    Bug("lost pages stay in the table", "        del self.slots[first:]\n", ""),
+    Bug("tokens of lost pages still count", "min(self.num_tokens, first * self.page_size)", "self.num_tokens"),
     Bug("truncate leaves stale slots in the table", "        del self.slots[keep:]\n", ""),
     Bug(
         "truncate lets go of nothing",

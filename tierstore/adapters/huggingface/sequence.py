@@ -172,6 +172,7 @@ class PagedSequence:
         if pages == len(self._holding.pages) and half:
             return False
         self.missed = arrival.missed
+        leased = self._holding.pages.stop
         if not pages:
             # the lease may be empty: perhaps only the copied page was in flight
             self._holding.nothing()
@@ -180,7 +181,7 @@ class PagedSequence:
             written.cut(pages * self.table.page_size)
         self._keys.cut(0)
         self.copied_tokens = 0
-        self._cut_table(pages * self.table.page_size)
+        self._give_back(self.table.lose(pages, leased))
         return True
 
     def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
@@ -322,7 +323,11 @@ class PagedSequence:
         if self._holding is None:
             return
         try:
-            self._seal(self._agreed())
+            if arrival is None:
+                self._seal(self._agreed())
+            else:
+                # Leased pages that could not be loaded have lost their slots. All full pages are leased: none is to seal.
+                self._give_back(self.table.lose(0, self._holding.pages.stop))
             self._list_sealed()
             holding, self._holding = self._holding, None
             self._give_back(self.table.clear())
