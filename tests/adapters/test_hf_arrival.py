@@ -371,7 +371,9 @@ def test_chat_continues_after_pages_fail_between_turns(
 
 
 @contextmanager
-def slot_of_a_lost_page_in_use(model: LlamaForCausalLM, patch: pytest.MonkeyPatch) -> Iterator[TierStoreCache]:
+def slot_of_a_lost_page_in_use(
+    model: LlamaForCausalLM, patch: pytest.MonkeyPatch
+) -> Iterator[TierStoreCache]:
     """Yield a cache of two rows: row 0's last page could not be loaded, and its slot is now row 1's copied page.
 
     Row 1 is opened when HBM has no other slot, so it waits until the store takes back the slot of the page that failed.

@@ -55,7 +55,9 @@ BUGS = [
         "        freed = []\n",
     ),
     Bug("lost pages stay in the table", "        del self.slots[first:]\n", ""),
-    Bug("tokens of lost pages still count", "min(self.num_tokens, first * self.page_size)", "self.num_tokens"),
+    Bug(
+        "tokens of lost pages still count", "min(self.num_tokens, first * self.page_size)", "self.num_tokens"
+    ),
     Bug("truncate leaves stale slots in the table", "        del self.slots[keep:]\n", ""),
     Bug(
         "truncate lets go of nothing",

@@ -326,7 +326,7 @@ class PagedSequence:
             if arrival is None:
                 self._seal(self._agreed())
             else:
-                # Leased pages that could not be loaded have lost their slots. All full pages are leased: none is to seal.
+                # Leased pages that could not be loaded have lost their slots. No other page is full, so none is sealed.
                 self._give_back(self.table.lose(0, self._holding.pages.stop))
             self._list_sealed()
             holding, self._holding = self._holding, None
