@@ -94,14 +94,23 @@ def module() -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
-def spec(dtype: str = "float32", model: str = "org/name", replica: int = 0, **more: Any) -> Any:
+LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+
+
+def spec(
+    dtype: str = "float32",
+    model: str = "org/name",
+    replica: int = 0,
+    layers: tuple[str, ...] = LAYERS,
+    **more: Any,
+) -> Any:
     parallel = SimpleNamespace(
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, world_size=1, data_parallel_index=replica
     )
     config = SimpleNamespace(
         model=SimpleNamespace(name=model, dtype=dtype),
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        groups=(SimpleNamespace(tokens_per_block=16, layer_names=("a", "b")),),
+        groups=(SimpleNamespace(tokens_per_block=16, layer_names=layers),),
         parallel=parallel,
         kv_cache_layout="LBHNC",
         **more,
@@ -270,6 +279,41 @@ def test_states_of_another_dtype_are_not_found(module: ModuleType, tmp_path: Pat
         with opened(module, tmp_path, state_dtypes=other) as at:
             assert found(at, range(3)) == []
     with opened(module, tmp_path, state_dtypes=["float16", "float32"]) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "backbone.layers.0.mixer",  # Nemotron-H
+        "model.layers.0.linear_attn",  # Qwen3-Next
+        "model.layers.0.short_conv",  # LFM2
+        "model.layers.0.mamba.mixer",  # Falcon-H1
+    ],
+)
+def test_layers_with_states_need_the_dtypes_of_states(layer: str, module: ModuleType, tmp_path: Path) -> None:
+    hybrid = spec(layers=(*LAYERS, layer))
+    with (
+        pytest.raises(ConfigError, match=rf"state_dtypes is missing, but layers {layer} seem"),
+        opened(module, tmp_path, hybrid),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+    for listed in (["bfloat16", "auto", "float32"], []):
+        with opened(module, tmp_path, hybrid, state_dtypes=listed) as at:
+            store(at, 1, range(3))
+            assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_layers_of_attention_need_no_dtypes_of_states(module: ModuleType, tmp_path: Path) -> None:
+    names = (
+        "layers.0.self_attn.attn",
+        "model.decoder.5.attn.12",
+        "layers.0.self_attn.indexer.k_cache",
+        "3.attn",
+    )
+    with opened(module, tmp_path, spec(layers=names)) as at:
+        store(at, 1, range(3))
         assert found(at, range(3)) == [0, 1, 2]
 
 

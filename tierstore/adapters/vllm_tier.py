@@ -42,6 +42,7 @@ from tierstore.page import PageLayout, PageSpec
 _log = logging.getLogger(f"vllm.{__name__}")  # shown next to vLLM's own log lines
 _CLOSE_S = 30.0
 _CODED = ("bfloat16", "float16")
+_ATTENTION = ("attn", "mla_attn")
 
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -58,10 +59,11 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         adapters: Directories of all LoRA adapters that are served. vLLM's chunk hashes identify an adapter by
             its name, not by its weights. The files in these directories therefore become part of the
             identity: after an adapter was retrained, the next start does not find its old chunks.
-        state_dtypes: The dtypes of recurrent states (Mamba, linear attention, short convolutions), as set with
-            ``--mamba-cache-dtype`` and ``--mamba-ssm-cache-dtype``. The tier cannot see these settings, and
-            states of other dtypes may have the same size, so the dtypes become part of the identity. Required
-            for models with such states, unless both settings are always left at "auto".
+        state_dtypes: What determines the dtypes of recurrent states (Mamba, linear attention, short
+            convolutions): the values of ``--dtype``, ``--mamba-cache-dtype`` and ``--mamba-ssm-cache-dtype``. The
+            tier cannot see these settings, and states of other dtypes may have the same size, so the values become
+            part of the identity. Required if layers may have such states, as their names suggest. An empty list
+            states that no layer has any.
         enable_kv_events: Whether to publish events for chunks that are stored and removed. Has no effect
             unless vLLM's own KV events are enabled.
         locality: The value of vLLM's ``Locality`` to set in these events, or None.
@@ -82,7 +84,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         config: str | Mapping[str, object],
         model: str | None = None,
         adapters: Sequence[str] = (),
-        state_dtypes: Sequence[str] = (),
+        state_dtypes: Sequence[str] | None = None,
         enable_kv_events: bool = False,
         locality: str | None = None,
         **unknown: object,
@@ -97,10 +99,18 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 f"secondary tier {tier_type}: model must be a name for the weights and not blank, got {model!r}; "
                 "leave it out to identify the weights by vLLM's model name and the model's files"
             )
-        if isinstance(state_dtypes, str) or not all(isinstance(name, str) for name in state_dtypes):
+        if isinstance(state_dtypes, str) or not all(isinstance(name, str) for name in state_dtypes or ()):
             raise ConfigError(
                 f"secondary tier {tier_type}: state_dtypes must be a list of names such as ['float16', 'float32'], "
                 f"got {state_dtypes!r}"
+            )
+        recurrent = [] if state_dtypes is not None else _may_have_states(offloading_spec.config.groups)
+        if recurrent:
+            raise ConfigError(
+                f"secondary tier {tier_type}: state_dtypes is missing, but layers {', '.join(recurrent[:3])} seem to "
+                "have recurrent states, whose dtypes vLLM does not report; list the values of --dtype, "
+                "--mamba-cache-dtype and --mamba-ssm-cache-dtype, such as ['bfloat16', 'auto', 'float32'], or [] if "
+                "no layer has a state"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
@@ -208,6 +218,19 @@ def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any
         "replicated": getattr(config, "replicated_layout", False),
         "parallel": {name: getattr(parallel, name) for name in spread},
     }
+
+
+def _may_have_states(groups: Iterable[Any]) -> list[str]:
+    """Return the layers that may have a recurrent state, judging by their names.
+
+    vLLM calls layers of attention ``....attn``, maybe with a number after it, and their further caches ``..._cache``.
+    """
+    found = []
+    for layer in (layer for group in groups for layer in group.layer_names):
+        last = next((part for part in reversed(layer.split(".")) if not part.isdigit()), "")
+        if last not in _ATTENTION and not last.endswith("cache"):
+            found.append(layer)
+    return found
 
 
 def _section(config: str | Mapping[str, object]) -> NvmeConfig:
