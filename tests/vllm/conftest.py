@@ -41,6 +41,14 @@ def window_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
+def shared_layer_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Return ``Engines`` of a small random model in which some layers use another layer's KV."""
+    folder = tmp_path_factory.mktemp("shared-layer-engines")
+    model = tiny_model.save_with_shared_layers(folder / "model")
+    return Engines(_python(request), model, folder, {"skip_tokenizer_init": True})
+
+
+@pytest.fixture(scope="session")
 def staged_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """Return ``Engines`` of a small random model with three layers, which two pipeline stages cannot share equally."""
     folder = tmp_path_factory.mktemp("staged-engines")

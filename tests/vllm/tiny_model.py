@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,7 +23,7 @@ VOCABULARY = 512
 PAGE_NBYTES = 2 * 32 * 2 * 4 * 32 * 4
 """Bytes of a page: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number.
 
-In the model with windows, this is the size of a page of each group.
+In the models with windows, this is the size of a page of each group.
 """
 
 WINDOW = 48
@@ -70,6 +72,36 @@ def save_with_windows(folder: Path) -> Path:
     return _written(Gemma3ForCausalLM(config), folder)
 
 
+def save_with_shared_layers(folder: Path) -> Path:
+    """Write a small Gemma 3n model.
+
+    Its last two layers use the KV of earlier layers: one with a window and one with full attention.
+    """
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=128,
+        hidden_size_per_layer_input=16,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=1024,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        altup_num_inputs=2,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return _written(Gemma3nForCausalLM(config), folder)
+
+
 def save_with_mla(folder: Path) -> Path:
     """Write a DeepSeek V2 with dense layers. It has MLA, for which vLLM has no prefix caching on most CPUs."""
     torch.manual_seed(0)
@@ -94,7 +126,9 @@ def save_with_mla(folder: Path) -> Path:
     return _written(DeepseekV2ForCausalLM(config), folder)
 
 
-def _written(model: LlamaForCausalLM | Gemma3ForCausalLM | DeepseekV2ForCausalLM, folder: Path) -> Path:
+def _written(
+    model: LlamaForCausalLM | Gemma3ForCausalLM | Gemma3nForCausalLM | DeepseekV2ForCausalLM, folder: Path
+) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
