@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tierstore.adapters.huggingface.batch import PagedBatch
 from tierstore.adapters.huggingface.prefix import Arrival
 from tierstore.adapters.huggingface.request import PageGroups
 from tierstore.adapters.huggingface.sequence import PagedSequence
+from tierstore.errors import CapacityError
 from tierstore.lease import Lease
 from tierstore.store import TierStore
 from tierstore.types import Event, LeaseState, Tier
@@ -349,6 +351,133 @@ def test_cache_cropped_before_its_first_pass_loses_no_token(
             assert start == PAGES * PAGE - 3
             found = model(torch.tensor([PROMPT[start:]]), **{cache_argument(model): cache}).logits
             expected = model(torch.tensor([PROMPT]), use_cache=False).logits
+    torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
+
+
+@contextmanager
+def interrupted(patch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """Interrupt the wait for pages with this number, counted from 1, and assert that the block lets that pass."""
+    waits, reach = count(1), PageGroups.reach
+
+    def once(pages: PageGroups, lease: Lease, timeout_s: float) -> LeaseState:
+        if next(waits) == number:
+            raise KeyboardInterrupt
+        return reach(pages, lease, timeout_s)
+
+    with patch.context() as inner:
+        inner.setattr(PageGroups, "reach", once)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["full pages", "the copied page"])
+@pytest.mark.parametrize("how", ["crop", "pass"])
+def test_pages_that_fail_after_the_wait_for_them_was_interrupted_are_computed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, how: str, number: int
+) -> None:
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    kept = 0 if number == 1 else 2
+    with below(model, PROMPT, keep=kept) as store, torch.no_grad(), monkeypatch.context() as inner:
+        if how == "crop":
+            let = gate(inner)
+            let.go(3 - kept)
+        else:
+            let = broken_after_the_first_layer(inner, 3 - kept)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            given = {cache_argument(model): cache}
+            assert (cache.copied_tokens, cache.reused_tokens) == (5, 2 * PAGE + 5)
+            assert cache.batch.comes()
+            with interrupted(monkeypatch, number):
+                if how == "crop":
+                    cache.crop(-1)
+                else:
+                    model(torch.tensor([prompt[cache.get_seq_length() :]]), **given)
+            let.broken = True
+            let.go(100)
+            assert store.drain(PATIENCE_S)
+            start = cache.get_seq_length()
+            assert start == 2 * PAGE + 5
+            found = model(torch.tensor([prompt[start:]]), **given).logits
+            expected = model(torch.tensor([prompt]), use_cache=False).logits
+    torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
+
+
+def test_lost_pages_of_one_row_are_computed_after_the_wait_for_another_row_was_interrupted(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PROMPT, random_prompt(2 * PAGE + 2, seed=3)]
+    ids, mask = pad_left(prompts)
+    with below(model, *prompts) as store:
+        let = gate(monkeypatch)
+        let.go(PAGES + 2)
+        with TierStoreCache(store, ids, mask, model=model) as cache:
+            assert cache.batch.comes()
+            let.broken = True
+            let.go(2)
+            with interrupted(monkeypatch, 2):
+                cache.crop(-1)
+            assert [row.arrival is None for row in cache.batch.rows] == [True, False]
+            let.broken = False
+            let.go(100)
+            answers = generate_batch(model, ids, cache, attention_mask=mask)
+            assert torch.equal(answers, plain_batch(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the pass", "during the pass"])
+def test_pass_without_space_for_lost_pages_leaves_the_cache_unchanged(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    ids = torch.tensor([PROMPT])
+    with below(model, PROMPT) as store, torch.no_grad(), monkeypatch.context() as inner:
+        let = broken_after_the_first_layer(inner, PAGES) if late else gate(inner)
+        cache = TierStoreCache(store, PROMPT, model=model, timeout_s=0.3)
+        start, given = cache.get_seq_length(), {cache_argument(model): cache}
+        taken, settle = store.allocate(32 - PAGES - 1), PagedBatch.settle
+
+        def and_take_the_lost_slots(batch: PagedBatch) -> bool:
+            lost = settle(batch)
+            if lost:
+                let.go(1000)
+                assert store.drain(PATIENCE_S)
+                taken.extend(store.allocate(PAGES))
+            return lost
+
+        inner.setattr(PagedBatch, "settle", and_take_the_lost_slots)
+        with cache:
+            with pytest.raises(CapacityError):
+                model(ids[:, start:], **given)
+            assert cache.get_seq_length() == start == PAGES * PAGE
+            store.free(taken)
+            found = model(ids[:, start:], **given).logits
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
+
+
+def test_partially_used_page_fails_while_its_lease_is_read(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    with below(model, PROMPT, keep=2) as store, torch.no_grad():
+        let = gate(monkeypatch)
+        let.go(1)
+        with TierStoreCache(store, prompt, model=model) as cache:
+            arrival = cache.batch.rows[0].arrival
+            assert arrival is not None
+            half, reads, slots = arrival.half, count(1), Lease.__dict__["slots"].fget
+
+            def read(lease: Lease) -> list[int]:
+                found: list[int] = slots(lease)
+                if lease is half and next(reads) == 1:
+                    let.broken = True
+                    let.go(100)
+                    assert store.drain(PATIENCE_S)
+                return found
+
+            monkeypatch.setattr(Lease, "slots", property(read))
+            start = cache.get_seq_length()
+            found = model(torch.tensor([prompt[start:]]), **{cache_argument(model): cache}).logits
+            assert cache.copied_tokens == 0
+        expected = model(torch.tensor([prompt]), use_cache=False).logits
     torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Thread, current_thread, main_thread
 
 import pytest
@@ -167,26 +168,43 @@ def test_a_prompt_waits_for_pages_that_others_are_still_writing(
     bench.close()
 
 
-def test_a_prompt_computed_alongside_another_continues_in_its_pages_once_they_are_written(
-    model: LlamaForCausalLM,
-) -> None:
-    """Compute a prompt whose ``put`` returns slots that another request is still writing."""
-    prompt = random_prompt(6 * PAGE + 3, 5)
-    bench = opened(model)
+Late = tuple[TierStoreCache, Callable[[], None], AwaitedEvent]
+
+
+def beside_another(bench: Bench, model: LlamaForCausalLM, prompt: list[int], timeout_s: float) -> Late:
+    """Return a cache for a prompt whose ``put`` will return slots that another request is still writing.
+
+    Also returns a function that writes their content, and the other request's event.
+    """
     store, keys = bench.store, bench.store.keys(prompt)
     ask(store, model, prompt)
     slots, right, event = put_late(bench, prompt)
     store.evict(keys)
-    cache = TierStoreCache(store, prompt, model=model, timeout_s=PATIENCE_S)
+    cache = TierStoreCache(store, prompt, model=model, timeout_s=timeout_s)
     late = store.allocate(len(keys), PATIENCE_S)
+    page_tensor(store)[late] = 1.0
     assert store.put(keys, late, after=event) == late
+
+    def write() -> None:
+        page_tensor(store)[[*slots, *late]] = torch.cat([right, right])
+        event.happen()
+
+    return cache, write, event
+
+
+def test_a_prompt_computed_alongside_another_continues_in_its_pages_once_they_are_written(
+    model: LlamaForCausalLM,
+) -> None:
+    prompt = random_prompt(6 * PAGE + 3, 5)
+    bench = opened(model)
+    store, keys = bench.store, bench.store.keys(prompt)
+    cache, write_now, event = beside_another(bench, model, prompt, PATIENCE_S)
 
     def write() -> None:
         wait_for(lambda: _pins(bench, keys[0]) > 1)
         before = event.asked
         wait_for(lambda: event.asked > before + 100)
-        page_tensor(store)[[*slots, *late]] = torch.cat([right, right])
-        event.happen()
+        write_now()
 
     writing = Thread(target=write, daemon=True)
     writing.start()
@@ -196,6 +214,37 @@ def test_a_prompt_computed_alongside_another_continues_in_its_pages_once_they_ar
     assert answer == plain(model, prompt)
     writing.join(PATIENCE_S)
     assert store.match(keys).num_pages == 6
+    bench.close()
+
+
+def test_pass_repeated_after_a_timeout_waits_again_for_the_pages_of_another_request(
+    model: LlamaForCausalLM,
+) -> None:
+    prompt = random_prompt(6 * PAGE + 3, 5)
+    bench = opened(model)
+    cache, write, _ = beside_another(bench, model, prompt, 0.05)
+    with cache:
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="another request"):
+                generate(model, prompt, cache)
+        write()
+        assert generate(model, prompt, cache) == plain(model, prompt)
+    bench.close()
+
+
+def test_pages_of_another_request_whose_device_failed_are_not_read(model: LlamaForCausalLM) -> None:
+    """The store takes back the slots of these pages. The cache has no other copy of them."""
+    prompt = random_prompt(6 * PAGE + 3, 5)
+    bench = opened(model)
+    cache, _, event = beside_another(bench, model, prompt, 0.05)
+    with cache:
+        with pytest.raises(TimeoutError):
+            generate(model, prompt, cache)
+        event.fail()
+        with pytest.raises(RuntimeError, match="its device failed"):
+            generate(model, prompt, cache)
+        cache.reset()
+        assert generate(model, prompt, cache) == plain(model, prompt)
     bench.close()
 
 

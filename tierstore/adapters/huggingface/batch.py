@@ -83,6 +83,8 @@ class PagedBatch:
         """For each model, the number of columns in the cache: found in the store, or fed since."""
         self.behind = 0
         """How many of the last columns must be fed again, because their stored pages could not be loaded."""
+        self._feeding = 0
+        """The value of ``behind`` before ``owed``, during the forward pass that feeds these columns again."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -102,8 +104,10 @@ class PagedBatch:
     def comes(self) -> bool:
         """Wait until the copies of the first layer of all stored prefixes have been submitted.
 
-        Return False if this failed for a row. The caller must then call ``settle``.
+        Return False if this failed for a row, or if columns must be fed again. The caller must then call ``settle``.
         """
+        if self.behind:
+            return False
         coming = [row.arrival is None or row.arrival.comes() for row in self.rows]
         return all(coming)
 
@@ -122,21 +126,29 @@ class PagedBatch:
         In this case, the results of forward passes that ran in the meantime are invalid, and the last
         ``behind`` columns must be fed again.
         """
-        lost = [row.settle() for row in self.rows]
-        if not any(lost):
-            return False
+        lost = False
+        try:
+            for row in self.rows:
+                lost |= row.settle()
+        finally:
+            # also if the wait for a later row was interrupted
+            if lost:
+                self._count_behind()
+        return lost
+
+    def _count_behind(self) -> None:
+        """Set ``behind``, and count the reused tokens again, after pages of some rows could not be loaded."""
         held = min(pad + row.held for pad, row in zip(self.paddings, self.rows, strict=True))
         self.behind = max(0, self.columns[0] - held)
         self.reused_by_tier.clear()
         for pad, row in zip(self.paddings, self.rows, strict=True):
             self._count_reused(row.origins, max(0, self.columns[0] - self.behind - pad))
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
-        return True
 
     def owed(self, rows: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the tokens and positions of the last ``behind`` columns, which must be fed again.
 
-        From now on, these columns count as columns that have not been fed.
+        From now on, these columns count as columns that have not been fed. If the next pass fails, call ``not_fed``.
 
         Args:
             rows: Number of rows in the next pass, a multiple of the rows in the cache.
@@ -145,7 +157,7 @@ class PagedBatch:
             The tokens and the positions. Each is a list with one list per row of the next pass.
         """
         first, stop = self.columns[0] - self.behind, self.columns[0]
-        self.columns, self.behind = [first] * len(self.columns), 0
+        self.columns, self.behind, self._feeding = [first] * len(self.columns), 0, self.behind
         tokens, positions = [], []
         for fed in range(rows):
             index = fed * len(self.rows) // rows
@@ -154,6 +166,12 @@ class PagedBatch:
             positions.append(where)
             tokens.append([prompt[at] for at in where])
         return tokens, positions
+
+    def not_fed(self) -> None:
+        """Undo ``owed`` if the forward pass after it has failed, so that the next one feeds the columns again."""
+        if self._feeding:
+            self.columns = [columns + self._feeding for columns in self.columns]
+            self.behind, self._feeding = self._feeding, 0
 
     def expand(self, rows: int) -> None:
         """Repeat each row until there are ``rows`` rows, for ``num_return_sequences`` or beams.
@@ -265,6 +283,7 @@ class PagedBatch:
             for row, prompt in zip(self.rows, expected, strict=True):
                 row.expected = list(prompt)
         self.columns[model] += width
+        self._feeding = 0
 
     def crop(self, model: int, columns: int) -> None:
         """Remove the last ``columns`` columns of ``model``.

@@ -418,6 +418,10 @@ class PagedCache(Cache):
         self._fed, self._next_layer = None, 0
         return last_columns(output, asked, self._width) if asked else None
 
+    def _leave_pass(self) -> None:
+        """After a pass that raised an exception, let the next pass feed the columns again that this one prepended."""
+        self.batch.not_fed()
+
     def _measure(self, first: int) -> None:
         """Start to measure the pass if it runs on the CPU, has a single row and does not wait for pages."""
         self._rate = None

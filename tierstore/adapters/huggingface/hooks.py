@@ -45,6 +45,10 @@ class HookedCache(Protocol):
         """Finish a pass of the base model. Return a new output, or None to keep ``output``."""
         ...
 
+    def _leave_pass(self) -> None:
+        """Undo what a pass of the base model that raised an exception has changed. Also called after other passes."""
+        ...
+
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
         """Raise ValueError unless ``input_ids``, ``[rows, T]`` with padding, are the prompts of the cache."""
         ...
@@ -136,6 +140,7 @@ class ModelHooks:
         put(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
         put(base.register_forward_pre_hook(self._before_pass, with_kwargs=True))
         put(base.register_forward_hook(self._after_pass, with_kwargs=True))
+        put(base.register_forward_hook(self._after_any_pass, with_kwargs=True, always_call=True))
         for each in self._parts:
             put(each.register_forward_pre_hook(self._before_part, with_kwargs=True))
         if self.stateful:
@@ -216,6 +221,11 @@ class ModelHooks:
     def _after_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         cache = self._given(args, kwargs)
         return None if cache is None else cache._end_pass(module, args, kwargs, output)
+
+    def _after_any_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        cache = self._given(args, kwargs)
+        if cache is not None:
+            cache._leave_pass()
 
     def _after_own_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """After a pass without a TierStoreCache, record the position shifts that it left on the model."""

@@ -44,7 +44,7 @@ class Arrival:
         self._slots = list(slots)
         self._deadline = monotonic() + timeout_s
         self.half: Lease | None = None
-        """The lease given to ``copy_page``, or None. ``settle`` and ``drop`` release it."""
+        """The lease given to ``copy_page``, or None. ``drop`` releases it."""
         self._into = -1
         self._missed = False
         """Whether a layer was not loaded when it was needed, or was loaded into other slots.
@@ -87,12 +87,15 @@ class Arrival:
         self._missed |= not here
         if self.half is None or not here:
             return
-        if (group, index) not in self._copied and self.half.num_pages:
-            self._pages.copy_layer(group, index, self.half.slots[0], self._into)
+        slots = self.half.slots  # read once: the store's thread may truncate the lease at any time
+        if (group, index) not in self._copied and slots:
+            self._pages.copy_layer(group, index, slots[0], self._into)
             self._copied.add((group, index))
 
     def settle(self) -> tuple[int, bool]:
         """Wait for the remaining layers and pages, and finish the copy.
+
+        If the wait is interrupted, call this method again. After it has returned, call ``drop``.
 
         Returns:
             The number of leased pages that were loaded, and whether the copied page is valid (True if no page
@@ -103,13 +106,11 @@ class Arrival:
         pages = self._lease.num_pages if here else 0
         if self._lease.slots[:pages] != self._slots[:pages]:
             self._missed, pages = True, 0
-        half, self.half = self.half, None
-        if half is None:
+        if self.half is None:
             return pages, True
-        whole = not self._missed and self._ended(half) and half.num_pages == 1
+        whole = not self._missed and self._ended(self.half) and self.half.num_pages == 1
         if whole and len(self._copied) < self._pages.num_layers:
-            self._pages.copy(half.slots[0], self._into)
-        half.release()
+            self._pages.copy(self.half.slots[0], self._into)
         return pages, whole
 
     @property
@@ -118,7 +119,7 @@ class Arrival:
         return self._lease.missing_because or LATE
 
     def drop(self) -> None:
-        """Release the lease on the page that was to be copied. Called when the sequence is closed."""
+        """Release the lease on the page that was to be copied. Called when nothing reads the page any more."""
         half, self.half = self.half, None
         if half is not None:
             with suppress(StoreClosed):
@@ -240,20 +241,26 @@ class Holding:
         self.exact = self.exact and self._lease.lease.exact
         return kept
 
-    def wait_for_writers(self) -> None:
+    def wait_for_writers(self) -> bool:
         """Wait until all held pages are written.
 
         Another request may have sealed the same pages and may still be writing them. On a GPU, the host does
         not wait for these writes; the caller's current stream does.
 
+        Returns:
+            False if a page will never be written, because the other request's device has failed. The store has then
+            taken back the page's slot.
+
         Raises:
             TimeoutError: The pages were not written within ``Terms.space_s``.
         """
         timeout_s = self._terms.space_s
-        if self._terms.pages.reach(self._lease.lease, timeout_s) is LeaseState.PENDING:
+        state = self._terms.pages.reach(self._lease.lease, timeout_s)
+        if state is LeaseState.PENDING:
             raise TimeoutError(
                 f"timed out after {timeout_s} s waiting for another request to write the same page"
             )
+        return state is LeaseState.READY
 
     def nothing(self) -> None:
         """Release all pages, so that the store may evict them, and continue with an empty lease."""

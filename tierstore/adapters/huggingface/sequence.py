@@ -116,6 +116,8 @@ class PagedSequence:
         """Keeps the sealed pages under a lease. None once the sequence is closed."""
         self._confirmed = 0
         """Number of leading tokens that cannot be rejected drafts, so their pages may be sealed."""
+        self._others_write = False
+        """Whether other requests may still be writing pages of this sequence."""
 
     @classmethod
     def open(
@@ -165,23 +167,26 @@ class PagedSequence:
         In this case, the sequence is truncated to the full pages that were loaded. ``expected`` keeps the
         tokens of the others, which must be fed again.
         """
-        arrival, self.arrival = self.arrival, None
-        if arrival is None or self._holding is None:
+        if self.arrival is None or self._holding is None:
             return False
-        pages, half = arrival.settle()
+        # If this wait is interrupted, the pages are still in flight, and the next call waits again.
+        pages, half = self.arrival.settle()
+        arrival, self.arrival = self.arrival, None
         if pages == len(self._holding.pages) and half:
+            arrival.drop()
             return False
         self.missed = arrival.missed
-        leased = self._holding.pages.stop
-        if not pages:
-            # the lease may be empty: perhaps only the copied page was in flight
-            self._holding.nothing()
-        self._holding.pages = range(pages)
+        leased, self._holding.pages = self._holding.pages.stop, range(pages)
         for written in self.written:
             written.cut(pages * self.table.page_size)
         self._keys.cut(0)
         self.copied_tokens = 0
-        self._give_back(self.table.lose(pages, leased))
+        freed = self.table.lose(pages, leased)
+        arrival.drop()
+        if not pages:
+            # the lease may be empty: perhaps only the copied page was in flight
+            self._holding.nothing()
+        self._give_back(freed)
         return True
 
     def begin(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> int:
@@ -195,8 +200,13 @@ class PagedSequence:
             start: Position of the first token.
             stop: Position after the last token.
             token_ids: The tokens. None if they are unknown; then all are written.
+
+        Raises:
+            TimeoutError: Another request is still writing a page of this sequence.
+            RuntimeError: The device of such a request has failed. The sequence is now empty.
         """
         self._list_sealed()
+        self._wait_for_writers()
         written = self.written[model]
         first = start
         if token_ids is not None:
@@ -269,6 +279,7 @@ class PagedSequence:
             written.cut(0)
         self.expected = []
         self._keys.cut(0)
+        self._others_write = False
         self._give_back(self.table.clear())
         if self._holding is not None:
             self._holding.nothing()
@@ -284,6 +295,7 @@ class PagedSequence:
         other._keys = self._keys.copy()
         other._holding = None if self._holding is None else self._holding.share()
         other._confirmed = self._confirmed
+        other._others_write = self._others_write
         return other
 
     def equals(self, other: PagedSequence) -> bool:
@@ -345,6 +357,10 @@ class PagedSequence:
         """Put the full private pages of the first ``num_tokens`` tokens into the store.
 
         The sequence then uses the slots that the store returns. It waits for other writers of these pages.
+
+        Raises:
+            TimeoutError: Another request is still writing one of these pages. The next ``begin`` waits again.
+            RuntimeError: The device of such a request has failed. The sequence is now empty.
         """
         full = min(num_tokens, self._agreed()) // self.table.page_size
         if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
@@ -358,11 +374,24 @@ class PagedSequence:
         kept = self._holding.seal(pages.start, keys[pages.start :], mine)
         self.table.seal(pages.start, kept, self.table.generation)
         if kept != mine[: len(kept)]:
-            self._holding.wait_for_writers()
+            self._others_write = True
+            self._wait_for_writers()
         stop = pages.start + len(kept)
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)
         self._unlisted = keys[:count]
+
+    def _wait_for_writers(self) -> None:
+        """Wait until other requests have written the pages of this sequence that they put into the store first."""
+        if not self._others_write or self._holding is None:
+            return
+        if not self._holding.wait_for_writers():
+            self.reset()
+            raise RuntimeError(
+                "another request was writing the same page when its device failed: create another TierStoreCache, "
+                "or reset this one and feed all tokens again"
+            )
+        self._others_write = False
 
     def _list_sealed(self) -> None:
         """Add newly sealed pages to the prefix index.
