@@ -296,6 +296,19 @@ def test_states_need_a_vllm_that_offers_them(monkeypatch: pytest.MonkeyPatch) ->
         connector.TierStoreConnector.get_required_kvcache_layout(config)
 
 
+def test_layers_that_share_kv_need_a_vllm_with_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all layers in one group, vLLM 0.26 itself fails on Gemma 3n: ``KeyError`` in ``init_attn_backend``."""
+    connector = stub.load_connector()
+    config = stub.vllm_config({"config": stub.HOST, "layout": "LBNHC"})
+    config.model_config.hf_text_config = SimpleNamespace(num_kv_shared_layers=2)
+    connector.TierStoreConnector.get_required_kvcache_layout(config)
+    monkeypatch.setattr(connector, "TransferResults", None)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 or newer for .* another layer's KV"):
+        connector.TierStoreConnector.get_required_kvcache_layout(config)
+    config.model_config.hf_text_config.num_kv_shared_layers = 0  # as Gemma 4 may have it
+    connector.TierStoreConnector.get_required_kvcache_layout(config)
+
+
 def test_skipped_groups_leave_the_numbers_of_other_groups_unchanged() -> None:
     config = stub.kv_cache_config(
         9,

@@ -21,9 +21,10 @@ _log = logging.getLogger("tierstore.adapters.vllm.versions")
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 STATES = (0, 32)
-"""Oldest vLLM version under which models with recurrent states are supported.
+"""Oldest vLLM version under which models with recurrent states, or with layers that share KV, are supported.
 
-From this version on, vLLM offers every state that it keeps to the connector, and names the block that holds it.
+From this version on, vLLM offers every state that it keeps to the connector, and names the block that holds it. Before
+it, the connector needs all layers in a single group, in which vLLM itself fails if some layers share KV.
 """
 
 
@@ -88,21 +89,24 @@ def hash_block_size(kv_cache_config: Any) -> int | None:
     return size
 
 
-def no_states() -> ConfigError:
-    """Return the error for a model with recurrent states under a vLLM older than ``STATES``."""
+RECURRENT = "models with recurrent states (Mamba, linear attention, short convolutions)"
+
+
+def too_old_for(models: str) -> ConfigError:
+    """Return the error for ``models`` that need a vLLM as new as ``STATES``."""
     return ConfigError(
-        f"TierStoreConnector needs vLLM {STATES[0]}.{STATES[1]} or newer for models with recurrent states "
-        f"(Mamba, linear attention, short convolutions), got {installed()}; install a newer vLLM, or remove the "
-        "connector"
+        f"TierStoreConnector needs vLLM {STATES[0]}.{STATES[1]} or newer for {models}, got {installed()}; install a "
+        "newer vLLM, or remove the connector"
     )
 
 
-def has_states(vllm_config: Any) -> bool:
-    """Return whether layers of the model keep a recurrent state."""
+def require_new_enough(vllm_config: Any) -> None:
+    """Raise ConfigError if layers of the model keep a recurrent state or share KV. For vLLM older than ``STATES``."""
     model = getattr(vllm_config, "model_config", None)
-    return any(
-        bool(getattr(model, name, False)) for name in ("is_hybrid", "is_attention_free", "has_inner_state")
-    )
+    if any(getattr(model, name, False) for name in ("is_hybrid", "is_attention_free", "has_inner_state")):
+        raise too_old_for(RECURRENT)
+    if getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0):
+        raise too_old_for("models with layers that use another layer's KV")
 
 
 def boundary_states(output: Any) -> dict[str, list[tuple[int, int, int]]]:

@@ -86,7 +86,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         self._deployment = Deployment.of(vllm_config, self._kv_transfer_config, kv_cache_config)
         self._vllm_config = vllm_config
         if TransferResults is None and self._deployment.groups.states:
-            raise compat.no_states()
+            raise compat.too_old_for(compat.RECURRENT)
         if TransferResults is None and self._deployment.pins:
             raise ConfigError(
                 "layers keep their KV in several precisions, and vLLM's model runner V2 then clears blocks that are "
@@ -134,10 +134,10 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         layers of a block together, or None without a GPU or before vLLM 0.32.
 
         Raises:
-            ConfigError: The model has recurrent states, and this version of vLLM is too old to store them.
+            ConfigError: The model has recurrent states or layers that share KV, and this version of vLLM is too old.
         """
-        if TransferResults is None and compat.has_states(vllm_config):
-            raise compat.no_states()  # vLLM's own error, raised later, names no remedy
+        if TransferResults is None:
+            compat.require_new_enough(vllm_config)  # vLLM's own error, raised later, names no remedy
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         layout: str | None = extra.get("layout")
         return layout or compat.preferred_layout()
