@@ -481,6 +481,35 @@ def test_partially_used_page_fails_while_its_lease_is_read(
     torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
 
 
+def test_request_whose_pages_failed_continues_in_pages_that_another_request_has_stored(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression test: the lease that had lost all its pages was taken for one whose pages were never written."""
+    expected = plain(model, PROMPT)
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        let.broken = True
+        let.go(1000)
+        first, second = (TierStoreCache(store, PROMPT, model=model, deadline_s=PATIENCE_S) for _ in range(2))
+        for cache in (first, second):
+            assert cache.missing_because == "failed"
+        with first, second:
+            assert generate(model, PROMPT, first) == expected
+            assert generate(model, PROMPT, second) == expected
+            slots = [cache.batch.rows[0].table.slots[:PAGES] for cache in (first, second)]
+            assert slots[0] == slots[1]
+
+
+def test_interrupted_constructor_leaks_no_slot(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
+    with below(model, PROMPT) as store:
+        gate(monkeypatch)
+        with interrupted(monkeypatch, 1):
+            TierStoreCache(store, prompt, model=model)
+
+
 def test_chat_continues_after_pages_fail_between_turns(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,10 +190,14 @@ class Holding:
         """Whether all leases that the sequence has had were exact."""
         self._terms = terms
         self._lease = lease
+        self._sealed = 0
+        """Number of pages that were put with the lease. It covers all others."""
 
     def share(self) -> Holding:
         """Return a ``Holding`` of the same pages for a fork, which thereby shares the lease."""
-        return Holding(self._terms, self._lease.share(), self.pages, self.exact)
+        other = Holding(self._terms, self._lease.share(), self.pages, self.exact)
+        other._sealed = self._sealed
+        return other
 
     def own(self, keys: Sequence[PageKey], slots: Sequence[int], pages: range) -> bool:
         """Replace the lease with one on exactly these pages, which no other sequence shares.
@@ -215,13 +219,17 @@ class Holding:
         if lease.slots != slots or (lease.exact and not self.exact):
             lease.release()
             return False
-        old, self._lease, self.pages = self._lease, SharedLease(lease), pages
+        old, self._lease, self.pages, self._sealed = self._lease, SharedLease(lease), pages, 0
         old.let_go()
         return True
 
     def owns(self, pages: range) -> bool:
-        """Return whether this sequence holds exactly these pages and shares the lease with no fork."""
-        return self._lease.holders == 1 and self.pages == pages
+        """Return whether this sequence holds exactly these pages and shares the lease with no fork.
+
+        Also return False if the lease lost its only pages: it counts as failed, whatever is put with it later.
+        """
+        lease = self._lease.lease
+        return self._lease.holders == 1 and self.pages == pages and (bool(pages) or not lease.keys)
 
     def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
         """Put pages into the store under the lease, which then pins them.
@@ -237,6 +245,7 @@ class Holding:
             lease=self._lease.lease,
             memory_only=self._terms.storing == "memory-only",
         )
+        self._sealed += len(kept)
         self.pages = range(self.pages.start, start + len(kept))
         self.exact = self.exact and self._lease.lease.exact
         return kept
@@ -260,13 +269,13 @@ class Holding:
             raise TimeoutError(
                 f"timed out after {timeout_s} s waiting for another request to write the same page"
             )
-        return state is LeaseState.READY
+        return state is LeaseState.READY and self._lease.lease.num_pages == len(self.pages) - self._sealed
 
     def nothing(self) -> None:
         """Release all pages, so that the store may evict them, and continue with an empty lease."""
         self._lease.let_go()
         self._lease = SharedLease(self._terms.store.acquire([], exact=self._terms.exact))
-        self.pages = range(0)
+        self.pages, self._sealed = range(0), 0
 
     def let_go(self) -> None:
         """Give up this share of the lease. No method may be called afterwards.
@@ -526,15 +535,16 @@ def _copy(terms: Terms, opening: Opening, lease: Lease, count: int) -> None:
     except CapacityError:
         return
     table, tier = opening.table, next(iter(lease.tiers), Tier.HBM)
+    start = table.num_tokens
+    table.extend(start + count, [slot])  # if an exception is raised below, the slot is freed with the table
     if opening.arrival is not None and terms.pages.reach(lease, 0.0) is LeaseState.PENDING:
         opening.arrival.copy_page(lease, slot)
     elif lease.num_pages:
         terms.pages.copy(lease.slots[0], slot)
     else:
-        terms.store.free([slot])
+        terms.store.free(table.truncate(start))
         return
-    table.extend(table.num_tokens + count, [slot])
-    table.advance(table.num_tokens + count)
+    table.advance(start + count)
     opening.origins.append((tier, count))
     opening.copied_tokens = count
 
