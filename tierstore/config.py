@@ -294,7 +294,8 @@ class HostConfig(_Section):
 
     Pages are encoded when they are copied there, and are written to disk in that form. All codecs except
     `none` are lossy. They fit 1.9 to 3.6 times as many pages into the same memory. With such a codec,
-    `nvme.codec` must be `none`, the same codec, or the same codec with `+zstd`.
+    `nvme.codec` must be `none`, the same codec, or the same codec with `+zstd`. Under vLLM, only `none` and
+    `int8` are allowed.
     """
 
 

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.adapters import vllm_stub as stub
 from tests.adapters.vllm_engine import Engine
@@ -16,6 +17,7 @@ from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm import config as served
 from tierstore.adapters.vllm.config import Deployment, Settings
+from tierstore.adapters.vllm.kv_groups import Heads
 from tierstore.errors import ConfigError
 
 
@@ -27,12 +29,21 @@ from tierstore.errors import ConfigError
         ({"config": {"nvme": {"path": "x", "capacity": "1GiB"}}}, "host is missing"),
         ({"config": {**HOST, "hbm": {"capacity": 1, "device": "cpu"}}}, "hbm.owner"),
         (
-            {"config": {"host": {**HOST["host"], "codec": "int8"}}},
-            "host.codec must be none under vLLM, got 'int8': ",
+            {"config": {"host": {**HOST["host"], "codec": "k8v4"}}},
+            "host.codec must be none or int8 under vLLM, got 'k8v4': ",
         ),
         (
             {"config": {**HOST, "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "int8"}}},
-            "nvme.codec must be none or exp under vLLM, got 'int8': ",
+            "nvme.codec must be none or exp under vLLM without a host.codec, got 'int8': set host.codec to int8",
+        ),
+        (
+            {
+                "config": {
+                    "host": {**HOST["host"], "codec": "int8"},
+                    "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "exp"},
+                }
+            },
+            r"nvme.codec must be one of none, int8, int8\+zstd with host.codec 'int8', got 'exp': ",
         ),
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s must be .*, got 0"),
         ({"config": HOST, "put_off_s": -1}, "put_off_s must be a number of seconds from 0 to 3600, got -1"),
@@ -178,3 +189,83 @@ def test_a_vllm_that_clears_blocks_early_must_let_them_be_pinned(monkeypatch: py
     said = "several precisions, .* clears blocks that are still being stored; set VLLM_USE_V2_MODEL_RUNNER=0"
     with pytest.raises(ConfigError, match=said):
         Engine(HOST, clears=True)
+
+
+# -- host.codec -------------------------------------------------------------------------------------------------
+
+
+def deployment(host: dict[str, Any], *specs: Any, disk: dict[str, Any] | None = None) -> Deployment:
+    tiers = {"host": {**HOST["host"], **host}, **({} if disk is None else {"nvme": disk})}
+    config = stub.vllm_config({"config": tiers})
+    return Deployment.of(config, config.kv_transfer_config, stub.kv_cache_config(4, *specs))
+
+
+@pytest.mark.parametrize("disk", [None, "none", "int8", "int8+zstd"])
+def test_loss_class_is_part_of_keys_and_pages(disk: str | None, tmp_path: Path) -> None:
+    nvme = None if disk is None else {"path": tmp_path, "capacity": 1 << 20, "codec": disk}
+    exact, coded = (deployment({"codec": c}, stub.FullAttentionSpec(2)) for c in ("none", "int8"))
+    with_disk = deployment({"codec": "int8"}, stub.FullAttentionSpec(2), disk=nvme)
+    assert exact.identity == deployment({}, stub.FullAttentionSpec(2)).identity  # the default
+    assert "loss_class" not in exact.identity  # so pages of earlier versions are found
+    assert with_disk.identity == coded.identity != exact.identity
+    assert not set(exact.groups.namespaces(exact.identity)) & set(coded.groups.namespaces(coded.identity))
+    layer = [torch.zeros(4, 1, 2, 8)]
+    specs = [each.of_rank(layer, 0)[1].spec for each in (exact, coded)]
+    assert [spec.kind for spec in specs] == ["state", "mha"]
+    assert len({spec.fingerprint for spec in specs}) == 2
+    assert specs[0].model != specs[1].model
+
+
+class MLAAttentionSpec(stub.FullAttentionSpec):
+    """MLA: one latent vector per token."""
+
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("specs", "heads"),
+    [
+        ([stub.FullAttentionSpec(2, 64, BF16)] * 2, Heads(2, 64, "bfloat16")),
+        ([stub.FullAttentionSpec(2, 192, torch.float16, 128)], Heads(1, 320, "float16")),
+        ([MLAAttentionSpec(2, 576, BF16, 0)], Heads(1, 576, "bfloat16")),
+    ],
+)
+def test_heads_of_attention_are_encoded(specs: list[Any], heads: Heads) -> None:
+    assert deployment({"codec": "int8"}, *specs).heads == heads
+    assert deployment({}, *specs).heads is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ([stub.FullAttentionSpec(2, 64, FP8)], "layers group.0 keep KV in float8_e4m3fn"),
+        ([stub.FullAttentionSpec(2, 64, BF16, kv_quant_mode=1)], "keep KV in bfloat16, quantized by vLLM"),
+        ([MLAAttentionSpec(2, 512, BF16, 0, state_content_bytes=656)], "layers group.0 keep packed KV"),
+        ([MLAAttentionSpec(2, 512, BF16, 0, tokens_per_state=4)], "layers group.0 keep packed KV"),
+        ([stub.FullAttentionSpec(2), stub.MambaSpec(2)], "layers group.1 keep recurrent states"),
+        ([stub.FullAttentionSpec(2), stub.CircularBufferSpec(2)], "group.1 keep a CircularBufferSpec"),
+        (
+            [stub.FullAttentionSpec(2, 64, BF16), stub.FullAttentionSpec(2, 128, BF16)],
+            "2 x 64 numbers of bfloat16 .*layers group.0.* and 2 x 128 numbers of bfloat16 .*layers group.1",
+        ),
+    ],
+)
+def test_layers_that_the_codec_cannot_encode_are_refused_by_name(specs: list[Any], said: str) -> None:
+    assert deployment({}, *specs).heads is None
+    with pytest.raises(
+        ConfigError, match=f"host.codec must be none .*got 'int8': .*{said}.*; set host.codec to none"
+    ):
+        deployment({"codec": "int8"}, *specs)
+
+
+def test_codec_needs_a_vllm_whose_layouts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = stub.load_connector()
+    monkeypatch.setattr(connector, "TransferResults", None)
+    kv = stub.kv_cache_config(8, stub.FullAttentionSpec(2))
+    coded = {"config": {"host": {**HOST["host"], "codec": "int8"}}}
+    connector.TierStoreConnector(stub.vllm_config({"config": HOST}), stub.Role.SCHEDULER, kv)
+    with pytest.raises(
+        ConfigError, match=r"host\.codec needs vLLM 0\.32 or newer, got .*; install a newer vLLM"
+    ):
+        connector.TierStoreConnector(stub.vllm_config(coded), stub.Role.SCHEDULER, kv)

@@ -107,9 +107,12 @@ def test_everything_that_changes_kv_changes_the_identity() -> None:
         of(load_config__load_format="dummy"),
         of(ranks=2),
         identity(stub.vllm_config({}), "epoch 2"),
+        identity(stub.vllm_config({}), "", "int8"),
+        identity(stub.vllm_config({}), "", "fp8"),
     ]
     assert len(set(found)) == len(found)
     assert of() == of() == of(cache_config__kv_cache_dtype_skip_layers=[])
+    assert of() == identity(stub.vllm_config({}), "", "exact")
     skipped = [of(cache_config__kv_cache_dtype_skip_layers=order) for order in (["0", "2"], ["2", "0"])]
     assert skipped[0] == skipped[1]
 

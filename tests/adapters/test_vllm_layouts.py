@@ -16,11 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.adapters.encoded_blocks import MHA, Coded, coded_on_cpu, tensors_of
+from tests.adapters.encoded_blocks import MLA as WIDE
 from tests.support.bench import open_bench
 from tests.support.engine import OWNED_BY_ENGINE
 from tests.support.pages import PATIENCE_S, chain, tiers
 from tierstore import codecs
 from tierstore.adapters.vllm.config import Settings
+from tierstore.adapters.vllm.kv_groups import Heads
 from tierstore.adapters.vllm.kv_layout import KVLayout, kv_layout
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.codecs.host_format import HostFormat
@@ -30,7 +33,7 @@ from tierstore.gpu.engine_pages import EnginePages, EnginePool
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.slabs import ByLayers, Share
 from tierstore.page import PageLayout, PageSpec
-from tierstore.types import LeaseState, Tier
+from tierstore.types import Failure, LeaseState, Tier
 
 B, L, H, N, C = 5, 3, 2, 4, 6
 
@@ -452,6 +455,80 @@ def test_pages_of_unequal_layers_survive_the_tiers(tmp_path: Path) -> None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+# -- pages of heads, which a lossy codec encodes -----------------------------------------------------------------
+
+
+def require_close(found: torch.Tensor, stored: torch.Tensor, dim: int) -> None:
+    """Require that numbers differ by at most 1/250 of the largest number among 64 in a row, as int8 promises."""
+    for one, other in zip(
+        torch.split(found.float(), dim, -1), torch.split(stored.float(), dim, -1), strict=True
+    ):
+        for near, exact in zip(torch.split(one, 64, -1), torch.split(other, 64, -1), strict=True):
+            largest = exact.abs().amax(-1, keepdim=True)
+            assert ((near - exact).abs() <= largest / 250 + exact.abs() / 256).all()
+            assert (near != exact).any()
+
+
+@pytest.mark.parametrize("heads", [MHA, WIDE], ids=["keys and values", "one latent vector"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_blocks_of_any_layout_are_encoded_head_by_head(order: str, heads: Heads) -> None:
+    tensors = tensors_of(order, heads, "cpu")
+    stored = [tensor.clone() for tensor in tensors]
+    coded = Coded.of(tensors, heads)
+    spec = coded.found.spec
+    assert (spec.kind, spec.head_dim) == ("mha" if heads.planes == 2 else "mla", heads.dim)
+    assert spec.page_nbytes == sum(tensor[0].nbytes for tensor in tensors)
+    payloads = [coded_on_cpu(tensors, heads, block) for block in (1, 4)]
+    assert coded.copy(Tier.HBM, (1, 4), Tier.HOST, (0, 1)).ok
+    assert [coded.held(slot) for slot in (0, 1)] == [payload for payload, _ in payloads]
+    assert round(spec.page_nbytes / len(payloads[0][0]), 3) == 1.939
+    assert coded.copy(Tier.HOST, (0, 1), Tier.HBM, (5, 0)).ok
+    for layer, (tensor, before) in enumerate(zip(tensors, stored, strict=True)):
+        for (source, target), (_, decoded) in zip(((1, 5), (4, 0)), payloads, strict=True):
+            assert torch.equal(tensor[target], decoded[layer])
+            require_close(tensor[target], before[source], heads.dim)
+        assert torch.equal(tensor[1:5], before[1:5])  # nothing else was written
+    coded.half.close()
+
+
+def test_block_with_a_number_that_is_not_finite_is_not_stored() -> None:
+    tensors = tensors_of("BLHNC", MHA, "cpu")
+    tensors[2][4, 1, 3, 100] = torch.inf
+    coded = Coded.of(tensors, MHA)
+    ack = coded.copy(Tier.HBM, (1, 4), Tier.HOST, (0, 1))
+    assert (ack.num_ready, ack.failures) == (1, ((1, Failure.UNFIT),))
+    coded.half.close()
+
+
+def test_smaller_kernel_blocks_and_groups_over_the_same_bytes_are_encoded() -> None:
+    layers = [torch.zeros(2 * B, H, N // 2, 128, dtype=BF16) for _ in range(2)]
+    found = kv_layout([*layers, *layers], num_blocks=B, block_size=N, identity="m", shard=0, heads=MHA)
+    assert found.spec.shape == (2, 2, N, H, 64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (
+            [torch.zeros(B, H, N, 128, dtype=BF16), torch.zeros(B, 1, N, 128, dtype=BF16)],
+            "differ in shape or dtype",
+        ),
+        ([torch.zeros(B, H, N, 128)], "numbers of float32 per block, which are not .* of bfloat16"),
+        (
+            [torch.zeros(B, H, N, 96, dtype=BF16)],
+            "1 x 768 numbers of bfloat16 per block, which are not 4 tokens",
+        ),
+        (
+            [torch.zeros(2, B, N, 3, 64, dtype=BF16)],
+            "2 x 768 numbers of bfloat16 per block, which are not 4 tokens",
+        ),
+    ],
+)
+def test_tensors_that_are_not_of_these_heads_are_refused(tensors: list[torch.Tensor], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"host.codec must be none .*{said}.*; set host.codec to none"):
+        kv_layout(tensors, num_blocks=B, block_size=N, identity="m", shard=0, heads=MHA)
 
 
 # -- layouts that were supported before layers could differ ----------------------------------------------------

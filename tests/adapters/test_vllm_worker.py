@@ -16,6 +16,7 @@ from tests.adapters.vllm_stub import HOST
 from tierstore.adapters.compute_rate import ComputeRate
 from tierstore.adapters.vllm import worker as working
 from tierstore.adapters.vllm.config import Settings
+from tierstore.adapters.vllm.kv_groups import Heads
 from tierstore.adapters.vllm.kv_layout import kv_layout
 from tierstore.adapters.vllm.messages import Orders, Report
 from tierstore.adapters.vllm.requests import Step
@@ -179,6 +180,28 @@ def test_worker_reports_its_disk_rate(tmp_path: Path, monkeypatch: pytest.Monkey
     assert _hello_of(disk).read_rate == 8e9
     assert _hello_of(disk).read_rate is None
     assert asked == [128, 128]
+
+
+def test_disk_rate_of_encoded_pages_is_in_bytes_of_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def ask(directory: Path, page_nbytes: int) -> Rates:
+        asked.append(page_nbytes)
+        return Rates(1.0, {1: 1e9})
+
+    monkeypatch.setattr(working, "disk_probe", SimpleNamespace(ask=ask))
+    heads = Heads(2, 64, "bfloat16")
+    tensors = [torch.zeros(2, 4, 32, 128, dtype=torch.bfloat16)] * 1
+    found = kv_layout(tensors, num_blocks=2, block_size=32, identity="m", shard=0, heads=heads)
+    tiers = {"host": {"capacity": 1 << 20, "codec": "int8"}, "nvme": {"path": tmp_path, "capacity": 4 << 20}}
+    half = WorkerHalf.open(Settings.of({"config": tiers}).of_rank(1, None, "cpu"), found, 0)
+    half.close()
+    assert found.spec.page_nbytes == 32768
+    assert asked == [20480]  # the payload has 16,896 bytes, and the disk reads whole blocks
+    assert half.hello.read_rate == 1e9 * 32768 / 20480
+    assert half.hello.host_slots == (1 << 20) // 16896 == 62  # 32 without a codec
 
 
 def test_slowest_disk_of_several_workers_counts(tmp_path: Path) -> None:

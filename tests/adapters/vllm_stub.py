@@ -9,6 +9,8 @@ from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
+
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 HOST: dict[str, Any] = {"host": {"capacity": 6 * 64, "pin": "never"}}
@@ -63,6 +65,16 @@ class FullAttentionSpec:
     """A group in which every token sees all tokens before it."""
 
     block_size: int
+    head_size: int = 4
+    dtype: torch.dtype = torch.float32
+    head_size_v: int | None = None
+    kv_quant_mode: int = 0
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
+
+    def __post_init__(self) -> None:
+        if self.head_size_v is None:
+            self.head_size_v = self.head_size
 
 
 @dataclass

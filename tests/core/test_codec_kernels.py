@@ -16,11 +16,13 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
+from tests.adapters import encoded_blocks as blocks
 from tests.codecs.holding import FEATURES, FLOATS, Bytes, page_like_kv, spec_of
 from tests.core.coding import Bench
 from tests.core.interpreted import interpreted
 from tests.support import lanes
 from tests.support.planting import Bug, write
+from tierstore.adapters.vllm.kv_groups import Heads
 from tierstore.codecs import LOSSY, fixed_nbytes
 from tierstore.gpu import addresses
 from tierstore.gpu.engine_pages import EnginePages
@@ -146,6 +148,16 @@ def test_engine_tensors_are_encoded_in_place_with_any_strides(name: str, letters
         )
     bench.engine_slots(engine)
     bench.require_same(gaps=False)
+
+
+@pytest.mark.parametrize("heads", [blocks.MHA, blocks.MLA], ids=["keys and values", "one latent vector"])
+@pytest.mark.parametrize("order", ["BLHNC", "LBNHC", "LHBNC", "BHLNC"])
+def test_blocks_of_vllm_are_encoded_in_place(order: str, heads: Heads) -> None:
+    found = blocks.layout_of(blocks.tensors_of(order, heads, "cpu"), heads)
+    layout = PageLayout.of(found.spec)
+    bench = Bench("int8", layout, some_pages(layout, frozenset({"outliers"}), 3), KERNELS_HERE)
+    bench.engine_slots([found.pages])
+    bench.require_same()
 
 
 def test_layers_of_different_strides_cannot_be_encoded_in_place() -> None:

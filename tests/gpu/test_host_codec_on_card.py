@@ -17,6 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 pytest.importorskip("triton")
 
+from tests.adapters import encoded_blocks as blocks
 from tests.codecs.holding import FEATURES, FLOATS, page_like_kv, spec_of
 from tests.core.coding import Bench
 from tests.gpu.card import delay
@@ -26,10 +27,12 @@ from tests.support import bench as benches
 from tests.support import pages
 from tests.support.pages import PATIENCE_S, chain, page_tensor, tiers
 from tierstore import codecs
+from tierstore.adapters.vllm.kv_groups import Heads
 from tierstore.codecs import LOSSY
 from tierstore.gpu import quant
 from tierstore.gpu.cuda_copy_engine import CudaCopyEngine
 from tierstore.gpu.engine_pages import EnginePages
+from tierstore.gpu.layer_groups import Cut
 from tierstore.gpu.quant import codec_kernels, encoded_routes
 from tierstore.page import PageLayout, PageSpec
 from tierstore.store import TierStore
@@ -232,3 +235,33 @@ def test_without_triton_the_cpu_encodes_and_reports_it(monkeypatch: pytest.Monke
         with opened.acquire(keys) as lease:
             assert lease.wait(PATIENCE_S) is LeaseState.READY
             assert torch.equal(page_tensor(opened)[lease.slots[0]].cpu(), lossy("int8", numbers_of("a"))[1])
+
+
+@pytest.mark.parametrize("slabs", [False, True], ids=["from host memory", "through slabs"])
+@pytest.mark.parametrize("heads", [blocks.MHA, blocks.MLA], ids=["keys and values", "one latent vector"])
+@pytest.mark.parametrize("order", ["BLHNC", "LBNHC", "LHBNC"])
+def test_blocks_of_vllm_are_encoded_in_place_and_loaded_whole(
+    order: str, heads: Heads, slabs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cuts in ("CUTS", "MAPPED_CUTS"):  # so that pages this small would be loaded in two groups
+        monkeypatch.setattr(encoded_routes, cuts, (Cut((1, 1), 0),))
+    if not slabs:
+        monkeypatch.setattr(encoded_routes, "MAPPED_NBYTES", 0)
+    tensors = blocks.tensors_of(order, heads, "cuda:0")
+    stored = [tensor.clone() for tensor in tensors]
+    wanted = [blocks.coded_on_cpu(tensors, heads, block) for block in (1, 4)]
+    coded = blocks.Coded.of(tensors, heads)
+    hbm = coded.half.stats()["hbm"]
+    assert isinstance(hbm, dict)
+    assert hbm["copies"].startswith("int8 on the card")
+    assert ("from host memory" in hbm["copies"]) is not slabs
+    assert hbm["layer_groups"] == 1
+    assert coded.copy(Tier.HBM, (1, 4), Tier.HOST, (0, 1)).ok
+    assert [coded.held(slot) for slot in (0, 1)] == [payload for payload, _ in wanted]
+    assert coded.copy(Tier.HOST, (0, 1), Tier.HBM, (5, 0)).ok
+    torch.cuda.synchronize()
+    for layer, (tensor, before) in enumerate(zip(tensors, stored, strict=True)):
+        for target, (_, decoded) in zip((5, 0), wanted, strict=True):
+            assert torch.equal(tensor[target].cpu(), decoded[layer])
+        assert torch.equal(tensor[1:5], before[1:5])
+    coded.half.close()

@@ -93,6 +93,20 @@ class Life:
             found.append({"logprobs": values, "cached": output.num_cached_tokens})
         return found
 
+    def first_tokens(self, prompts: list[Prompt], top: int) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the ``top`` likeliest first tokens of each answer, by token.
+
+        The result also contains the number of cached tokens.
+        """
+        found = []
+        for prompt in prompts:
+            name = self._begin(prompt, 1, logprobs=top)
+            output = self._finished([name])[name]
+            (likely,) = output.outputs[0].logprobs
+            values = {token: each.logprob for token, each in likely.items()}
+            found.append({"logprobs": values, "cached": output.num_cached_tokens})
+        return found
+
     def talk(self, turns: list[list[int]], tokens: int, forget: bool) -> list[dict[str, Any]]:
         """Hold a conversation: send each turn together with all previous turns and answers.
 

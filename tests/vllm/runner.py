@@ -35,6 +35,10 @@ def prompt_logprobs(prompts: Sequence[list[int]]) -> Step:
     return "prompt_logprobs", {"prompts": list(prompts)}
 
 
+def first_tokens(prompts: Sequence[Prompt], top: int = 20) -> Step:
+    return "first_tokens", {"prompts": list(prompts), "top": top}
+
+
 def talk(turns: Sequence[list[int]], tokens: int, *, forget: bool) -> Step:
     return "talk", {"turns": list(turns), "tokens": tokens, "forget": forget}
 

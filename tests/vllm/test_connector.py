@@ -15,12 +15,14 @@ from tests.vllm.prompts import documents
 from tests.vllm.runner import (
     Engines,
     Prompt,
+    Step,
     ask,
     beside,
     blocks,
     check,
     connector,
     counts,
+    first_tokens,
     kill,
     reset,
     settle,
@@ -102,6 +104,52 @@ def test_hits_of_every_tier_answer_like_plain_vllm(engines: Engines, oracle: Ora
     assert tokens_of(again) == expected
     assert cached(again) == all_of_it
     assert free["free"] == free["usable"]
+
+
+def differences(plain: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Return each prompt's largest difference of log-probabilities among the five likeliest first tokens of plain."""
+    found = []
+    for one, other in zip(plain, answers, strict=True):
+        likeliest = sorted(one["logprobs"], key=one["logprobs"].__getitem__)[-5:]
+        assert likeliest[-1] == max(other["logprobs"], key=other["logprobs"].__getitem__)
+        found.append(max(abs(one["logprobs"][token] - other["logprobs"][token]) for token in likeliest))
+    return found
+
+
+def test_int8_keeps_almost_twice_as_many_pages_in_memory_and_answers_stay_close(
+    engines: Engines, tmp_path: Path
+) -> None:
+    page, every, all_of_it = PAGE // 2, len(PROMPTS) * WHOLE // 32, [WHOLE] * len(PROMPTS)
+
+    def life(codec: str, host_pages: int, *steps: Step) -> list[Any]:
+        config = tiers(tmp_path / "a", host_pages, page)
+        config["host"]["codec"] = codec
+        return engines.life(steps, transfer=connector(config), in_process=True, dtype="bfloat16")
+
+    plain, *_ = life("none", 20, first_tokens(PROMPTS), settle())
+    assert cached(plain) == [0] * len(PROMPTS)
+
+    cold, _, host, _, found, clean = life(
+        "int8", 20, first_tokens(PROMPTS), reset(), first_tokens(PROMPTS), settle(), counts(), check()
+    )
+    assert cached(cold) == [0] * len(PROMPTS)  # the pages of the first engine are not loaded
+    assert differences(plain, cold) == [0.0] * len(PROMPTS)
+    assert cached(host) == all_of_it
+    assert 0 < max(differences(plain, host)) < 0.25
+    in_memory = found['vllm:tierstore_pages{"state": "resident", "tier": "HOST"}']
+    free = found['vllm:tierstore_pages{"state": "free", "tier": "HOST"}']
+    assert in_memory == found['vllm:tierstore_hits_pages{"tier": "HOST"}'] == every == 36
+    assert in_memory + free == 20 * 128 // 66  # 38 pages in the memory of 20
+    assert clean == "clean"
+
+    restarted, found, clean = life("int8", 6, first_tokens(PROMPTS), counts(), check())
+    assert cached(restarted) == all_of_it
+    assert differences(host, restarted) == [0.0] * len(PROMPTS)
+    assert clean == "clean"
+
+    exact, *_ = life("none", 6, first_tokens(PROMPTS))
+    assert cached(exact) == all_of_it
+    assert differences(plain, exact) == [0.0] * len(PROMPTS)  # the encoded pages are not loaded
 
 
 def test_aborts_and_preemptions_leak_nothing(

@@ -243,7 +243,7 @@ class CudaDevice:
         """Return the copy route for this pool, or a string that says why the CUDA engine cannot be used."""
         pool, held, most_groups = between.pool, between.host.held, between.most_groups
         if held.encoded:
-            return encoded_route(pool, held, driver, self._device)
+            return encoded_route(pool, held, driver, self._device, most_groups)
         if isinstance(pool, CudaPool):
             return copy_routes.own_pool_route(pool, held.layout, driver, self._device, most_groups)
         assert isinstance(pool, EnginePool)

@@ -100,6 +100,14 @@ def too_old_for(models: str) -> ConfigError:
     )
 
 
+def no_codec() -> ConfigError:
+    """Return the error for ``host.codec`` under a vLLM whose KV tensors differ by attention backend (before 0.32)."""
+    return ConfigError(
+        f"host.codec needs vLLM 0.32 or newer, got {installed()}: in earlier versions, each attention backend lays out "
+        "the heads of a block in its own way; install a newer vLLM, or set host.codec to none"
+    )
+
+
 def require_new_enough(vllm_config: Any) -> None:
     """Raise ConfigError if layers of the model keep a recurrent state or share KV. For vLLM older than ``STATES``."""
     model = getattr(vllm_config, "model_config", None)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.keys import identity
-from tierstore.adapters.vllm.kv_groups import Groups, groups_of
+from tierstore.adapters.vllm.kv_groups import Groups, Heads, groups_of, heads_of
 from tierstore.adapters.vllm.kv_layout import kv_layout
+from tierstore.codecs import LOSS_CLASSES
 from tierstore.config import HbmConfig, load_config
 from tierstore.errors import ConfigError
+from tierstore.nvme.page_codecs import allowed_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +37,9 @@ Load = Literal["always", "if_faster"]
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 _KNOWN = ("config", "layout", "load", "load_timeout_s", "model_id", "put_off_s")
 _LOADS: tuple[Load, ...] = ("always", "if_faster")
-_LOSSLESS = {"host.codec": ("none",), "nvme.codec": ("none", "exp")}
+_HOST_CODECS = ("none", "int8")
+_DISK_CODECS = ("none", "exp")
+"""Values of ``nvme.codec`` if host memory has no codec."""
 LOAD_TIMEOUT_S = 30.0
 
 
@@ -109,6 +113,11 @@ class Settings:
             load,
         )
 
+    @property
+    def loss_class(self) -> str:
+        """Return the loss class of pages. It is part of their identity."""
+        return LOSS_CLASSES[self.config.codec]
+
     def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:
         """Return the configuration of one rank: its share of all capacities, its device and its directory.
 
@@ -151,17 +160,22 @@ def _for_engine(config: StoreConfig) -> StoreConfig:
         raise ConfigError(
             "host is missing: under vLLM, the configuration needs a host section with a capacity"
         )
-    codecs = {
-        "host.codec": config.host.codec,
-        "nvme.codec": "none" if config.nvme is None else config.nvme.codec,
-    }
-    for name, codec in codecs.items():
-        if codec not in _LOSSLESS[name]:
-            allowed = " or ".join(_LOSSLESS[name])
-            raise ConfigError(
-                f"{name} must be {allowed} under vLLM, got {codec!r}: lossy codecs are not supported "
-                "there, and host memory holds pages unencoded"
-            )
+    host, disk = config.host.codec, "none" if config.nvme is None else config.nvme.codec
+    if host not in _HOST_CODECS:
+        raise ConfigError(
+            f"host.codec must be {' or '.join(_HOST_CODECS)} under vLLM, got {host!r}: the other codecs need to know "
+            "which bytes of a block are keys, values and tokens, and that depends on vLLM's attention backend"
+        )
+    if host == "none" and disk not in _DISK_CODECS:
+        raise ConfigError(
+            f"nvme.codec must be {' or '.join(_DISK_CODECS)} under vLLM without a host.codec, got {disk!r}: set "
+            "host.codec to int8 to store pages with losses, in host memory and on disk"
+        )
+    if host != "none" and disk not in allowed_over(host):
+        raise ConfigError(
+            f"nvme.codec must be one of {', '.join(allowed_over(host))} with host.codec {host!r}, got {disk!r}: pages "
+            "are written to disk in the form that they have in host memory"
+        )
     return config
 
 
@@ -251,6 +265,8 @@ class Deployment:
 
     settings: Settings
     groups: Groups
+    heads: Heads | None
+    """The heads that ``host.codec`` encodes. None without a codec."""
     identity: str
     """Identity of the model. The namespaces of its keys are derived from it."""
     world_size: int
@@ -280,11 +296,13 @@ class Deployment:
         settings = Settings.of(transfer_config.kv_connector_extra_config)
         groups = groups_of(kv_cache_config)
         require_served(vllm_config)
+        codec = "none" if settings.config.host is None else settings.config.host.codec
         parallel = vllm_config.parallel_config
         return cls(
             settings=settings,
             groups=groups,
-            identity=identity(vllm_config, settings.model_id),
+            heads=None if codec == "none" else heads_of(kv_cache_config, codec),
+            identity=identity(vllm_config, settings.model_id, settings.loss_class),
             world_size=parallel.world_size,
             stages=parallel.pipeline_parallel_size,
             replica=parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
@@ -326,5 +344,6 @@ class Deployment:
             block_size=(self.groups.spine or self.groups.all[0]).block_size,
             identity=self._stage_name + self.groups.name + self.identity,
             shard=rank,
+            heads=self.heads,
         )
         return self.settings.of_rank(self.world_size, self.replica, device_of(tensors[0])), found

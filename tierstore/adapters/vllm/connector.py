@@ -92,6 +92,8 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
                 "layers keep their KV in several precisions, and vLLM's model runner V2 then clears blocks that are "
                 "still being stored; set VLLM_USE_V2_MODEL_RUNNER=0, or leave kv_cache_dtype_skip_layers empty"
             )
+        if TransferResults is None and self._deployment.heads is not None:
+            raise compat.no_codec()
         self._worker: WorkerHalf | None = None
         self._failed: dict[str, tuple[int, ...]] = {}
         self._bad: set[int] = set()

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tierstore.errors import ConfigError
+from tierstore.keys import EXACT
 from tierstore.types import PageKey
 
 _SUFFIX = bytes(4)
@@ -108,11 +109,11 @@ _SAMPLE_NBYTES = 64 << 10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
-def identity(vllm_config: Any, model_id: str) -> str:
+def identity(vllm_config: Any, model_id: str, loss_class: str = EXACT) -> str:
     """Return the identity of the model as JSON.
 
-    It includes the model, its weights, dtypes, attention and parallel configuration, and the user's
-    ``model_id``. Weights in a local directory are identified by samples of every file, at most 1 MiB each;
+    It includes the model, its weights, dtypes, attention and parallel configuration, the user's ``model_id``, and the
+    loss class of the codec. Weights in a local directory are identified by samples of every file, at most 1 MiB each;
     weights from a hub by their commit. The scheduler and all workers compute the same string, and so does a
     later process with the same files.
     """
@@ -139,6 +140,8 @@ def identity(vllm_config: Any, model_id: str) -> str:
     unquantized = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if unquantized:  # left out if empty, so that pages stored before this entry existed are found
         parts["unquantized_layers"] = sorted(map(str, unquantized))
+    if loss_class != EXACT:  # left out otherwise, for the same reason
+        parts["loss_class"] = loss_class
     return json.dumps(parts, sort_keys=True, default=_named)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.keys import KeyChain, namespace
+from tierstore.codecs.quantization import WORDS
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -265,6 +266,71 @@ class Groups:
         """Return the keys of a request's blocks, by group number."""
         pairs = zip(self.all, namespaces, strict=True)
         return {group.number: KeyChain(request, name, group.stride) for group, name in pairs}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the numbers of a block form rows that a codec encodes together.
+
+    Attributes:
+        planes: 2 if a token has a key and a value of equal size in each head, else 1.
+        dim: Numbers per token, head and plane.
+        dtype: Name of the dtype of the numbers.
+    """
+
+    planes: int
+    dim: int
+    dtype: str
+
+
+def heads_of(kv_cache_config: Any, codec: str) -> Heads:
+    """Return the heads that all layers in vLLM's ``KVCacheConfig`` have, to encode pages with ``host.codec``.
+
+    Raises:
+        ConfigError: Some layers have no heads of floating-point numbers, or not all layers have the same heads. The
+            message names the codec and the layers.
+    """
+    found: dict[Heads, tuple[str, ...]] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        layers = tuple(group.layer_names)
+        for spec in compat.layer_specs(group.kv_cache_spec):
+            found.setdefault(_heads(spec, layers, codec), layers)
+    if len(found) > 1:
+        described = " and ".join(
+            f"{heads.planes} x {heads.dim} numbers of {heads.dtype} per token and head (layers {_some(layers)})"
+            for heads, layers in found.items()
+        )
+        raise codec_refused(codec, f"a page then needs layers of one kind, and this model has {described}")
+    return next(iter(found))
+
+
+def codec_refused(codec: str, reason: str) -> ConfigError:
+    """Return the error for a model whose pages ``host.codec`` cannot encode."""
+    return ConfigError(
+        f"host.codec must be none with this model under vLLM, got {codec!r}: {reason}; set host.codec to none"
+    )
+
+
+def _heads(spec: Any, layers: tuple[str, ...], codec: str) -> Heads:
+    name = _named(spec)
+    if name not in _KINDS:
+        held = "recurrent states" if name == _STATE else f"a {type(spec).__name__}"
+        raise codec_refused(
+            codec, f"layers {_some(layers)} keep {held}, and all groups share the same memory"
+        )
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in WORDS or getattr(spec, "kv_quant_mode", False):
+        allowed = ", ".join(WORDS)
+        raise codec_refused(
+            codec,
+            f"layers {_some(layers)} keep KV in {dtype}, quantized by vLLM, and the codec needs {allowed}",
+        )
+    packed = getattr(spec, "state_content_bytes", None) is not None
+    if packed or getattr(spec, "tokens_per_state", 1) != 1:
+        raise codec_refused(codec, f"layers {_some(layers)} keep packed KV, not one row of numbers per token")
+    key: int = spec.head_size
+    value: int = getattr(spec, "head_size_v", key)
+    return Heads(2, key, dtype) if key == value else Heads(1, key + value, dtype)
 
 
 def groups_of(kv_cache_config: Any) -> Groups:

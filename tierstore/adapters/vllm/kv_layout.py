@@ -1,8 +1,9 @@
 """Maps vLLM's KV tensors to pages. A page contains all bytes that the layers keep for a block, each byte once.
 
-Layers may differ in size and dtype, and several layers may use the same bytes. The store does not interpret the
-contents of a page, so a page consists of as few pieces of memory as the layout allows: a single piece if the bytes
-of a block are adjacent. The layout is part of the page's identity.
+Layers may differ in size and dtype, and several layers may use the same bytes. Without a lossy codec, the store does
+not interpret the contents of a page, so a page consists of as few pieces of memory as the layout allows: a single
+piece if the bytes of a block are adjacent. With a lossy codec, a page consists of the layers' heads. The layout is
+part of the page's identity.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +20,9 @@ from tierstore.errors import ConfigError
 from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import DTYPE_NBYTES, PageSpec
 from tierstore.types import exact_size
+
+if TYPE_CHECKING:
+    from tierstore.adapters.vllm.kv_groups import Heads
 
 _MOST_PADDING = 8
 """A block is stored as one piece with its padding if at most 1/``_MOST_PADDING`` of the piece is padding."""
@@ -87,7 +92,13 @@ class _Run:
 
 
 def kv_layout(
-    tensors: Sequence[torch.Tensor], *, num_blocks: int, block_size: int, identity: str, shard: int
+    tensors: Sequence[torch.Tensor],
+    *,
+    num_blocks: int,
+    block_size: int,
+    identity: str,
+    shard: int,
+    heads: Heads | None = None,
 ) -> KVLayout:
     """Return the page layout for all KV groups.
 
@@ -103,10 +114,11 @@ def kv_layout(
         block_size: Tokens per block.
         identity: Identity of the model.
         shard: Rank of the worker.
+        heads: The heads of the layers if a lossy codec encodes the pages. All layers must then have equal shapes.
 
     Raises:
         ConfigError: A byte belongs to two blocks, or a tensor has scattered blocks: their rows are not contiguous,
-            or not at equal distances.
+            or not at equal distances. With ``heads``, also if a page cannot be described by them.
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
@@ -120,6 +132,8 @@ def kv_layout(
         )
     runs = _runs(views, num_blocks)
     layers = _alike(views, runs)
+    if heads is not None:
+        return _of_heads(layers, heads, block_size, _model(views, identity), shard)
     unnamed = bool(layers)
     if not layers and (layers := _equal(views, runs, num_blocks)):
         unnamed = _in_order(views, runs)
@@ -132,7 +146,7 @@ def kv_layout(
         pieces, elements = 1, sum(tensor.shape[1] for tensor in tensors)
         pages = EnginePages(tensors, "BX")
     # Layouts that were supported before layers could differ keep their old identity, without offsets of layers.
-    orders = repr([v.order for v in views]) + ("" if unnamed else repr(_places(views, runs)))
+    places = "" if unnamed else repr(_places(views, runs))
     spec = PageSpec(
         kind="state",
         num_layers=len(layers) or 1,
@@ -141,9 +155,62 @@ def kv_layout(
         head_dim=elements,
         dtype=dtype,
         shard=shard,
-        model=f"vllm {sha256(orders.encode()).hexdigest()[:16]} {identity}",
+        model=_model(views, identity, places),
     )
     return KVLayout(spec, pages)
+
+
+def _model(views: Sequence[_Blocks], identity: str, places: str = "") -> str:
+    """Return ``PageSpec.model``: the model's identity, and a digest of the order of bytes in the tensors."""
+    orders = repr([v.order for v in views]) + places
+    return f"vllm {sha256(orders.encode()).hexdigest()[:16]} {identity}"
+
+
+def _of_heads(
+    layers: Sequence[torch.Tensor], heads: Heads, block_size: int, model: str, shard: int
+) -> KVLayout:
+    """Return the layout of pages that consist of the numbers of heads.
+
+    The names of the dimensions are not exact. A row of ``heads.dim`` adjacent numbers belongs to one token or, if the
+    attention backend packs keys (vLLM on the CPU), to several tokens of one head. Which of the other dimensions is
+    the token and which the head does not matter to a codec that only relates the numbers of a row to each other.
+
+    Args:
+        layers: Tensors ``[blocks, pieces, elements]`` of equal shape, or an empty list if layers differ.
+        heads: The heads of each layer.
+        block_size: Tokens per block.
+        model: The identity of pages.
+        shard: Rank of the worker.
+    """
+    if not layers:
+        raise ConfigError(
+            "host.codec must be none with this model under vLLM: the KV tensors of its layers differ in shape or "
+            "dtype, or share bytes; set host.codec to none"
+        )
+    blocks, pieces, elements = layers[0].shape
+    rows, left = divmod(elements, heads.planes * heads.dim)
+    number, odd = divmod(pieces * rows, block_size)
+    order = {number: ("BHN", number, block_size), 1: ("BNH", block_size, number)}.get(pieces)
+    dtype = _named(layers[0].dtype)
+    if left or odd or order is None or dtype != heads.dtype:
+        raise ConfigError(
+            f"host.codec must be none with this model under vLLM: its KV tensors have {pieces} x {elements} numbers of "
+            f"{dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} numbers "
+            f"of {heads.dtype}; set host.codec to none"
+        )
+    letters, *outer = order
+    letters, inner = (letters + "KD", (2, heads.dim)) if heads.planes == 2 else (letters + "D", (heads.dim,))
+    spec = PageSpec(
+        kind="mha" if heads.planes == 2 else "mla",
+        num_layers=len(layers),
+        page_size=block_size,
+        num_kv_heads=number,
+        head_dim=heads.dim,
+        dtype=dtype,
+        shard=shard,
+        model=model,
+    )
+    return KVLayout(spec, EnginePages([layer.view(blocks, *outer, *inner) for layer in layers], letters))
 
 
 def _runs(views: Sequence[_Blocks], num_blocks: int) -> list[_Run]:

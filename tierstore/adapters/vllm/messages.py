@@ -68,7 +68,7 @@ class Hello:
     host_slots: int
     catalogue: Catalogue | None
     read_rate: float | None = None
-    """Measured disk throughput in bytes/s. None if it was not measured."""
+    """Measured disk throughput, in bytes of unencoded pages per second. None if it was not measured."""
     health: RankHealth = field(default_factory=RankHealth)
     """The memory, routes and disk that the worker obtained, compared with its configuration."""
     stage: int = 0

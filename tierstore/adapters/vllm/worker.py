@@ -198,6 +198,8 @@ class WorkerHalf:
         copies = parts.device.open_copies(Between(pool, parts.arena, wakeup.bump, most_groups=1))
         assert isinstance(parts.mover, LocalMover)
         parts.mover.attach(copies)
+        self.held_nbytes = parts.held.view_nbytes
+        """Size of a page in host memory, in bytes. As much is read from disk for a page."""
         self._rank = rank
         self._shard = kv_layout.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
@@ -234,9 +236,8 @@ class WorkerHalf:
         wakeup = Wakeup()
         half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
         if config.nvme is not None and not config.nvme.read_only:  # the measurement writes to the disk
-            half.hello = replace(
-                half.hello, read_rate=_read_rate(config.nvme.path, kv_layout.spec.page_nbytes)
-            )
+            rate = _read_rate(config.nvme.path, kv_layout.spec.page_nbytes, half.held_nbytes)
+            half.hello = replace(half.hello, read_rate=rate)
         return half
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -386,13 +387,19 @@ class WorkerHalf:
         return replace(command, keys=keys, parents=parents)
 
 
-def _read_rate(directory: Path, page_nbytes: int) -> float | None:
-    """Measure the disk's read throughput in bytes/s, in a few tenths of a second. Return None if that fails."""
+def _read_rate(directory: Path, page_nbytes: int, held_nbytes: int) -> float | None:
+    """Measure how fast the disk reads pages, in a few tenths of a second. Return None if that fails.
+
+    Args:
+        directory: Where to measure.
+        page_nbytes: Size of a page in HBM, in bytes. The result is in such bytes per second, as ``TierStore.rates``.
+        held_nbytes: Number of bytes that are read for a page.
+    """
     try:
-        rates = disk_probe.ask(directory, page_nbytes)
+        rates = disk_probe.ask(directory, held_nbytes)
     except OSError:
         return None
-    return rates.reads[rates.readers]
+    return rates.reads[rates.readers] * page_nbytes / held_nbytes
 
 
 def _records(residency: Residency, tier: Tier) -> Iterator[Record]:

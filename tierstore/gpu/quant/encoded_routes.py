@@ -29,7 +29,7 @@ from tierstore.gpu.copy_routes import (
     rates_of,
 )
 from tierstore.gpu.engine_pages import EnginePool
-from tierstore.gpu.layer_groups import Cut, LayerGroups
+from tierstore.gpu.layer_groups import MOST_GROUPS, Cut, LayerGroups
 from tierstore.gpu.pool import CudaPool
 from tierstore.gpu.quant.coder import FETCH_GRID, Coder, can_fetch, smallest_tile
 from tierstore.gpu.slabs import Batch, Ring, Share, SlabCopies, SlabRoute
@@ -158,9 +158,15 @@ def _parts(places: PayloadLayout) -> Iterator[tuple[int, int]]:
 
 
 def encoded_route(
-    pool: OwnPool | EnginePool, held: HostFormat, driver: Driver, device: torch.device
+    pool: OwnPool | EnginePool,
+    held: HostFormat,
+    driver: Driver,
+    device: torch.device,
+    most_groups: int = MOST_GROUPS,
 ) -> Route | str:
     """Return the route between the slots of ``pool`` and host slots in the format ``held``.
+
+    If ``most_groups`` is 1, pages are loaded whole. Higher limits have no effect: the cuts above have fewer groups.
 
     Compiles kernels, which takes several seconds the first time on a machine. If the GPU cannot encode and
     decode these pages, log a warning and return a string that says why. The caller must then let the CPU
@@ -175,10 +181,11 @@ def encoded_route(
     down = Ring.open(slab_nbytes(held, DOWN_NBYTES), driver, device)
     saves = _whole(down, coder, held, driver, device)
     if coder.fetches and _compiles_fetching(coder, held, down.card, device):
-        cut = LayerGroups.by_shares(held.layout, MAPPED_CUTS if len(held.layout.specs) == 1 else ())
+        cuts = MAPPED_CUTS if most_groups > 1 and len(held.layout.specs) == 1 else ()
+        cut = LayerGroups.by_shares(held.layout, cuts)
         return mapped_route(f"{held.codec} on the card from host memory", coder, saves, cut)
     up = Ring.open(slab_nbytes(held, UP_NBYTES), driver, device)
-    layers, groups = _by_layers(pool, held, up, driver, device)
+    layers, groups = _by_layers(pool, held, up, driver, device) if most_groups > 1 else (None, [])
     loads = _whole(up, coder, held, driver, device)
     return SlabRoute(f"{held.codec} on the card", loads, saves, layers, groups)
 
