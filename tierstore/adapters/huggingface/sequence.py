@@ -235,6 +235,9 @@ class PagedSequence:
 
         Pages that all models have filled are sealed, except pages with tokens that may be rejected drafts.
         Pages that no window needs any more are released.
+
+        Raises:
+            TimeoutError, RuntimeError: Another request is writing a sealed page, as in ``begin``.
         """
         written = self.written[model]
         written.held, written.fed = max(written.held, stop), stop
@@ -246,6 +249,7 @@ class PagedSequence:
             drafts = stop - start <= ROLLBACK
             self._confirmed = max(start + 1, min(stop, len(self.expected))) if drafts else stop
         self._seal(self._confirmed)
+        self._wait_for_writers()
         self._drop_behind_window()
 
     def truncate(self, num_tokens: int) -> None:
@@ -356,11 +360,7 @@ class PagedSequence:
     def _seal(self, num_tokens: int) -> None:
         """Put the full private pages of the first ``num_tokens`` tokens into the store.
 
-        The sequence then uses the slots that the store returns. It waits for other writers of these pages.
-
-        Raises:
-            TimeoutError: Another request is still writing one of these pages. The next ``begin`` waits again.
-            RuntimeError: The device of such a request has failed. The sequence is now empty.
+        The sequence then uses the slots that the store returns. Other requests may still be writing these pages.
         """
         full = min(num_tokens, self._agreed()) // self.table.page_size
         if not self._terms.keeps or not full or self.table.slots[full - 1] not in self.table.private:
@@ -373,16 +373,19 @@ class PagedSequence:
         assert self._holding is not None
         kept = self._holding.seal(pages.start, keys[pages.start :], mine)
         self.table.seal(pages.start, kept, self.table.generation)
-        if kept != mine[: len(kept)]:
-            self._others_write = True
-            self._wait_for_writers()
+        self._others_write |= kept != mine[: len(kept)]
         stop = pages.start + len(kept)
         plain = self._terms.plain_tokens
         count = stop if plain is None else min(stop, plain // self.table.page_size)
         self._unlisted = keys[:count]
 
     def _wait_for_writers(self) -> None:
-        """Wait until other requests have written the pages of this sequence that they put into the store first."""
+        """Wait until other requests have written the pages of this sequence that they put into the store first.
+
+        Raises:
+            TimeoutError: Another request is still writing. Call this again before the pages are read.
+            RuntimeError: The device of such a request has failed. The sequence is now empty.
+        """
         if not self._others_write or self._holding is None:
             return
         if not self._holding.wait_for_writers():
