@@ -23,15 +23,24 @@ from tierstore.types import Ack, Tier, Transfer
 
 SIZES = {"B": 6, "L": 3, "H": 4, "N": 16}
 """Sizes of the tensors: blocks, layers, heads and tokens per block."""
-MHA, MLA = Heads(2, 64, "bfloat16"), Heads(1, 192, "bfloat16")
+MHA, ODD, MLA = Heads(2, 64, "bfloat16"), Heads(2, 80, "bfloat16"), Heads(1, 192, "bfloat16")
 
 
 def tensors_of(order: str, heads: Heads, device: str) -> list[torch.Tensor]:
-    """Allocate KV tensors with the dimensions in this order. Return a view ``[B, H, N, C]`` of each layer."""
-    sizes = [SIZES[letter] for letter in order.removesuffix("C")] + [heads.planes * heads.dim]
+    """Allocate KV tensors with the dimensions in this order. Return a view ``[B, H, N, C]`` of each layer.
+
+    Keys and values of different tokens and heads have very different magnitudes, so numbers of two of them cannot
+    share a scale.
+    """
+    rows = [SIZES[letter] for letter in "LBHN"] + [heads.planes]
     dice = torch.Generator().manual_seed(1)
-    whole = torch.randn(sizes, generator=dice).mul_(3.0).to(torch.bfloat16).to(device)
-    return list(whole.permute([order.index(letter) for letter in "LBHNC"]))
+    magnitudes = torch.rand(*rows, 1, generator=dice).mul_(20.0).sub_(10.0).exp_()
+    numbers = torch.randn(*rows, heads.dim, generator=dice).mul_(magnitudes).flatten(-2)
+    sizes = [SIZES[letter] for letter in order.removesuffix("C")] + [heads.planes * heads.dim]
+    whole = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+    logical = whole.permute([order.index(letter) for letter in "LBHNC"])
+    logical.copy_(numbers)
+    return list(logical)
 
 
 def layout_of(tensors: Sequence[torch.Tensor], heads: Heads) -> KVLayout:

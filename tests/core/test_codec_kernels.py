@@ -150,7 +150,7 @@ def test_engine_tensors_are_encoded_in_place_with_any_strides(name: str, letters
     bench.require_same(gaps=False)
 
 
-@pytest.mark.parametrize("heads", [blocks.MHA, blocks.MLA], ids=["keys and values", "one latent vector"])
+@pytest.mark.parametrize("heads", [blocks.MHA, blocks.ODD, blocks.MLA], ids=["64", "80", "one latent vector"])
 @pytest.mark.parametrize("order", ["BLHNC", "LBNHC", "LHBNC", "BHLNC"])
 def test_blocks_of_vllm_are_encoded_in_place(order: str, heads: Heads) -> None:
     found = blocks.layout_of(blocks.tensors_of(order, heads, "cpu"), heads)
