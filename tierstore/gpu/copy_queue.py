@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -238,13 +239,22 @@ in flight.
 """
 
 
-def pace_of(held: HostFormat, pieces: int) -> Pace:
+WHOLE = Pace(ahead=2 << 30, at_once=16)
+"""Limits for unencoded pages that are not divided into layer groups.
+
+No later transfer can get ahead of a launched one, so a deep queue on the link delays nothing. Callers launch
+everything that they submit, and the lane's thread, which would compete with them for the GIL, stays asleep.
+"""
+
+
+def pace_of(held: HostFormat, pieces: int, groups: int) -> Pace:
     """Return the limits for a host memory format.
 
     ``pieces`` is the number of driver copies per page and layer group, or 0 if a kernel does the copying.
+    ``groups`` is the number of layer groups into which pages are divided.
     """
     if not held.encoded:
-        return AS_THEY_ARE
+        return AS_THEY_ARE if groups > 1 else WHOLE
     return ENCODED if pieces else MAPPED
 
 
@@ -377,6 +387,8 @@ class Lane:
         self._spare: list[TimedEvent] = []
         self._number = 0
         self._added = 0.0
+        self._rate = inf
+        """Throughput of the latest completed flight in bytes/s. Infinite before the first one."""
 
     @property
     def waiting(self) -> int:
@@ -394,6 +406,10 @@ class Lane:
         self._added = monotonic()
         if job.transfer.dst == Tier.HBM:
             self._loading[job.transfer.id] = job
+
+    def drained_s(self, nbytes: int) -> float:
+        """Return roughly in how many seconds fewer than ``nbytes`` bytes will be in flight."""
+        return max(0.0, self.nbytes - nbytes) / self._rate
 
     @property
     def growing(self) -> bool:
@@ -480,6 +496,8 @@ class Lane:
             flight.landed = True
             self.nbytes -= flight.nbytes
             seconds = _seconds(flight)
+            if seconds:
+                self._rate = flight.nbytes / seconds
             pages = sum(job.pages for job in flight.jobs)
             if not flight.broken:
                 share_refused(flight)

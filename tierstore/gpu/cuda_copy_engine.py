@@ -100,7 +100,8 @@ class CudaCopyEngine:
         self._crossing_nbytes = host.held.payload_nbytes
         self._unpinned = unpinned
         each = route.pieces if route.layers is None else route.group_pieces
-        self._pace = pace or pace_of(host.held, each)
+        groups = 1 if route.layers is None else len(route.layers)
+        self._pace = pace or pace_of(host.held, each, groups)
         self._wake = wake
         self._ended: list[Job] = []
         self._closing = False
@@ -250,10 +251,8 @@ class CudaCopyEngine:
             name = f"tierstore-launch-to-{dst.name}"
             self._threads[dst] = Worker(self._run, self._lanes[dst], name=name)
             self._threads[dst].start()
-        elif self._lanes[
-            dst
-        ].resting:  # otherwise it wakes by itself; waking it would take the GIL from callers
-            self._turn.notify_all()
+        elif self._lanes[dst].resting or self._lanes[dst].next_pieces > self._pace.pieces:
+            self._turn.notify_all()  # otherwise it wakes by itself; waking it would take the GIL from callers
 
     def _run(self, lane: Lane) -> None:
         while (flight := self._next(lane)) is not None:
@@ -276,16 +275,24 @@ class CudaCopyEngine:
                 if lane.waiting and self._is_mine(lane):
                     lane.launching = True
                     return lane.take(self._pace.together, self._pace.pieces)
-                lane.resting = not lane.waiting
-                self._turn.wait(self._pause(lane))
+                pause = self._pause(lane)
+                lane.resting = pause is None
+                self._turn.wait(pause)
                 lane.resting = False
             return None
 
     def _pause(self, lane: Lane) -> float | None:
-        """Return the seconds until the lane's thread checks again, or None if it waits to be woken."""
+        """Return the seconds until the lane's thread checks again, or None if it waits to be woken.
+
+        The thread does not check before the link can need it, because each check takes the GIL from callers.
+        """
+        if lane.waiting and lane.next_pieces > self._pace.pieces:
+            return _POLL_S
+        if lane.growing:
+            return _GROWING_S
         if not lane.waiting:
             return None
-        return _GROWING_S if lane.growing and lane.next_pieces <= self._pace.pieces else _POLL_S
+        return min(_GROWING_S, max(_POLL_S, lane.drained_s(self._pace.behind // 4)))
 
     def _is_mine(self, lane: Lane) -> bool:
         ahead, behind = self._pace.ahead, self._pace.behind

@@ -42,13 +42,19 @@ if TYPE_CHECKING:
 _queue_log = logging.getLogger("tierstore.adapters.vllm.feed")
 
 _POLL_S = 0.001
+_SAVE_POLL_S = 0.005
+"""How often the thread looks whether the forward pass has ended whose blocks are to be copied out of HBM.
+
+No request waits for these copies. Each look takes the GIL from the engine while it launches kernels.
+"""
 
 
 class CommandQueue:
     """The commands for one mover, and their acks. Thread-safe.
 
-    The queue has a thread that starts commands whose event has occurred, and polls for completed copies. The thread
-    does not depend on the engine's steps, which may take a long time. It is created when it is first needed.
+    The queue has a thread that starts commands whose event has occurred. The thread does not depend on the engine's
+    steps, which may take a long time. It is created when it is first needed, and sleeps while no command waits for
+    an event: completed copies are noticed once per step, and the mover keeps the link busy by itself.
     """
 
     def __init__(self, mover: Mover, wakeup: Wakeup) -> None:
@@ -59,6 +65,8 @@ class CommandQueue:
         self._acks: list[Ack] = []
         self._turn = Condition()
         self._thread: Worker | None = None
+        self._pause: float | None = None
+        """How long the thread sleeps at most, in seconds. None if it sleeps until it is notified."""
         self._closing = False
         self.faults = 0
         """Number of unexpected errors in the thread. Each error was logged."""
@@ -77,7 +85,7 @@ class CommandQueue:
                 self._mover.submit(command)
             else:
                 self._queue.append((after, command))
-            if self._queue or self._mover.polled:
+            if self._queue:
                 self._watch()
 
     def advance(self) -> None:
@@ -153,10 +161,16 @@ class CommandQueue:
             self._wakeup.bump()
 
     def _watch(self) -> None:
+        """Make sure that the thread looks at the first waiting command soon enough."""
         if self._thread is None and not self._closing:
             self._thread = Worker(self._run, name="tierstore-vllm-feed")
             self._thread.start()
-        self._turn.notify_all()
+        elif self._pause is None or self._pause > self._due_s():
+            self._turn.notify_all()  # otherwise it wakes by itself; waking it would take the GIL from the engine
+
+    def _due_s(self) -> float:
+        """Return how long the waiting commands may wait for the next look at their events, in seconds."""
+        return _POLL_S if any(t.dst == Tier.HBM for _, t in self._queue) else _SAVE_POLL_S
 
     def _run(self) -> None:
         with self._turn:
@@ -166,7 +180,8 @@ class CommandQueue:
                 except Exception:  # noqa: BLE001 - top level of a thread: log and continue
                     self.faults += 1
                     _queue_log.exception("commands could not be passed to the mover")
-                self._turn.wait(_POLL_S if self._queue or self._mover.polled else None)
+                self._pause = self._due_s() if self._queue else None
+                self._turn.wait(self._pause)
 
 
 _log = logging.getLogger("tierstore.adapters.vllm.working")
