@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from tierstore.build import Parts, held_form, make_directory
@@ -268,6 +269,8 @@ class _Merging:
     told: set[int] = field(default_factory=set)
     late: bool = False
     """Whether the remaining places have been reported as late."""
+    complete: int = 0
+    """Number of ranks whose only ack reports that every page was copied."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
     """Keys of pages in the last answer that arrived on some ranks but not on all."""
@@ -288,6 +291,13 @@ class _Merging:
         if not ack.ok and not failures:
             failures = dict.fromkeys(range(len(places)), Failure.IO_ERROR)
         share = ack.nbytes // ack.num_ready if ack.num_ready else 0
+        if rank not in self.told and not (failures or late) and len(ack.sizes) in (0, len(places)):
+            self.outcomes[rank] = dict(zip(places, ack.sizes or repeat(share, len(places)), strict=True))
+            self.open_by_rank[rank] = []
+            self.told.add(rank)
+            self.complete += 1
+            self.seconds = max(self.seconds, ack.seconds)
+            return 0
         sizes = iter(ack.sizes)
         for i, place in enumerate(places):
             if i not in late:
@@ -303,6 +313,8 @@ class _Merging:
         An ack is due once every rank has reported. It reports a page as late if the page is late on any rank.
         If there are late pages, a second ack is due once every rank has reported their results.
         """
+        if self.complete == len(self.outcomes):
+            return self._all_copied()
         late = [i for i, place in enumerate(self.current) if any(place not in o for o in self.outcomes)]
         if len(self.told) < len(self.outcomes) or (self.late and late):
             return None
@@ -333,3 +345,11 @@ class _Merging:
             sizes=tuple(sizes),
             late=tuple(late),
         )
+
+    def _all_copied(self) -> Ack:
+        """Return the ack if every rank has copied every page, as is usual. A page has its largest size on any rank."""
+        by_rank = [outcome.values() for outcome in self.outcomes]
+        found = by_rank[0] if len(by_rank) == 1 else map(max, *by_rank)
+        sizes = tuple(size for size in found if not isinstance(size, Failure))
+        self.current = []
+        return Ack(self.transfer.id, True, len(sizes), sum(sizes), self.seconds, (), sizes)
