@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
 from tests.support.events import ManualEvent
 from tests.support.pages import chain
+from tierstore.adapters.vllm import worker
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Report
 from tierstore.adapters.vllm.requests import StepReader
@@ -122,14 +124,32 @@ def test_commands_waiting_for_events_start_in_order_without_blocking_others() ->
     assert feed.close(60.0)
 
 
-def test_device_that_needs_polling_is_polled_between_steps() -> None:
-    mover, wakeup = FakeMover(polled=True), Wakeup()
-    feed = CommandQueue(mover, wakeup)
-    seen = wakeup.count
+def test_thread_does_not_exist_before_a_command_waits_for_an_event() -> None:
+    mover = FakeMover(polled=True)
+    feed = CommandQueue(mover, Wakeup())
     feed.submit(copy_out(1, 5))
+    assert feed._thread is None
     mover.acks = [Ack(1, True, 1, 1)]
-    wakeup.wait(seen, None, 60.0)
-    assert not feed.reads({5})
-    mover.asks = False
     assert [ack.transfer_id for ack in feed.take()] == [1]
+    assert feed.close(60.0)
+
+
+def test_thread_starts_a_command_once_its_event_has_occurred() -> None:
+    mover, event = FakeMover(), ManualEvent()
+    feed = CommandQueue(mover, Wakeup())
+    feed.submit(copy_out(1, 5), event)
+    deadline = monotonic() + 60.0
+    event.happen()
+    while not mover.got:
+        assert monotonic() < deadline
+        sleep(0.001)
+    assert feed.close(60.0)
+
+
+def test_thread_looks_more_often_if_a_load_waits_for_an_event() -> None:
+    feed, event = CommandQueue(FakeMover(), Wakeup()), ManualEvent()
+    feed.submit(copy_out(1, 5), event)
+    assert feed._due_s() == worker._SAVE_POLL_S
+    feed.submit(Transfer(2, (PageKey(bytes(36)),), Tier.HOST, (0,), Tier.HBM, (6,), 0, (None,)), event)
+    assert feed._due_s() == worker._POLL_S < worker._SAVE_POLL_S
     assert feed.close(60.0)

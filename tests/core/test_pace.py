@@ -52,11 +52,19 @@ def require_work_for_the_link_while_the_caller_computes(module: ModuleType) -> N
         assert found.whole < found.link + 0.002
 
 
+def require_work_for_the_link_while_an_engine_steps(module: ModuleType) -> None:
+    """Assert that the link is hardly idle between two steps of an engine, although only the engine's thread runs."""
+    for processor in (FAST, SLOW):
+        found = restore(module, 2 * GIB, processor, page_size=16, away=0.014, most_groups=1)
+        assert found.idle < 0.0015
+
+
 PROMISES = (
     require_first_layer_when_its_bytes_can_be_there,
     require_few_launches_while_pages_are_taken,
     require_work_for_the_link_when_little_is_restored,
     require_work_for_the_link_while_the_caller_computes,
+    require_work_for_the_link_while_an_engine_steps,
 )
 
 
@@ -79,6 +87,7 @@ BUGS = [
         "return -(-nbytes // 4) if lane.may_be_overtaken",
         "return nbytes if 1",
     ),
+    Bug("engines get a shallow queue", "pace_of(host.held, each, groups)", "pace_of(host.held, each, 2)"),
     Bug("encoded pages count as they are", "= host.held.payload_nbytes", "= host.held.layout.page_nbytes"),
 ]
 

@@ -20,7 +20,7 @@ from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import copy_queue
 from tierstore.gpu.copy_routes import WholePages
 from tierstore.gpu.events import HERE, Arriving
-from tierstore.gpu.layer_groups import LayerGroups
+from tierstore.gpu.layer_groups import MOST_GROUPS, LayerGroups
 from tierstore.gpu.quant.encoded_routes import CUTS, parts_of
 from tierstore.page import PageLayout, PageSpec
 from tierstore.types import PageKey, Tier, Transfer
@@ -77,8 +77,8 @@ class Link(WholePages):
     name = "virtual"
     layers: LayerGroups
 
-    def __init__(self, clock: Clock, held: HostFormat, processor: Processor) -> None:
-        self.layers, self.group_pieces = LayerGroups.of(held.layout), 1
+    def __init__(self, clock: Clock, held: HostFormat, processor: Processor, most_groups: int) -> None:
+        self.layers, self.group_pieces = LayerGroups.of(held.layout, most_groups), 1
         if held.encoded:
             self.layers = LayerGroups.by_shares(held.layout, CUTS)
             self.group_pieces = max(len(part.pieces) for part in parts_of(held, self.layers))
@@ -158,6 +158,7 @@ def restore(
     page_size: int = 64,
     codec: str = "none",
     away: float = 0.0,
+    most_groups: int = MOST_GROUPS,
 ) -> Restored:
     """Simulate a restore of an 8B model's pages.
 
@@ -169,6 +170,7 @@ def restore(
         codec: The codec of the host tier.
         away: Once all pages are submitted, the caller computes for this many seconds and polls, twice. Meanwhile
             no other thread runs.
+        most_groups: Maximum number of layer groups into which pages are divided.
     """
     spec = PageSpec(
         num_layers=32, page_size=page_size, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="v"
@@ -180,13 +182,15 @@ def restore(
             patch.setattr(where, "monotonic", lambda: clock.now)
         patch.setattr(module.CudaCopyEngine, "_wake_thread", lambda self, dst: None)
         held = HostFormat.of(codec, PageLayout.of(spec))
-        return _Run(module, clock, held, processor).restore(nbytes // spec.page_nbytes, away)
+        return _Run(module, clock, held, processor, most_groups).restore(nbytes // spec.page_nbytes, away)
 
 
 class _Run:
-    def __init__(self, module: ModuleType, clock: Clock, held: HostFormat, processor: Processor) -> None:
+    def __init__(
+        self, module: ModuleType, clock: Clock, held: HostFormat, processor: Processor, most_groups: int
+    ) -> None:
         self._clock, self._processor, self._nbytes = clock, processor, held.payload_nbytes
-        self._link = Link(clock, held, processor)
+        self._link = Link(clock, held, processor, most_groups)
         streams = cast("tuple[torch.cuda.Stream, torch.cuda.Stream]", (Stream(), Stream()))
         self._engine = module.CudaCopyEngine(self._link, Host(held), streams, Unpinned(), new_event=Event)
 

@@ -286,13 +286,14 @@ class CudaCopyEngine:
 
         The thread does not check before the link can need it, because each check takes the GIL from callers.
         """
+        needed = self._pace.behind // 4
         if lane.waiting and lane.next_pieces > self._pace.pieces:
-            return _POLL_S
-        if lane.growing:
+            needed = _depth(lane, self._pace.ahead)
+        elif lane.growing:
             return _GROWING_S
-        if not lane.waiting:
+        elif not lane.waiting:
             return None
-        return min(_GROWING_S, max(_POLL_S, lane.drained_s(self._pace.behind // 4)))
+        return min(_GROWING_S, max(_POLL_S, lane.drained_s(needed)))
 
     def _is_mine(self, lane: Lane) -> bool:
         ahead, behind = self._pace.ahead, self._pace.behind

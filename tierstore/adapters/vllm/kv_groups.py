@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tierstore.adapters.vllm import compat
@@ -194,7 +195,7 @@ class Groups:
     replayed: int = 0
     interval: int | None = None
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Return whether the model has a single group, with full attention.
 
@@ -202,12 +203,12 @@ class Groups:
         """
         return len(self.all) == 1 and not self.all[0].partial and not self.skipped
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Return the granularity of hits in tokens: whole blocks in every group."""
         return math.lcm(*(group.block_size for group in self.all))
 
-    @property
+    @cached_property
     def spine(self) -> Group | None:
         """Return the first group with full attention, or None.
 
@@ -215,7 +216,7 @@ class Groups:
         """
         return next((group for group in self.all if not group.partial), None)
 
-    @property
+    @cached_property
     def prompts_only(self) -> bool:
         """Return whether only blocks of prompts are stored and found."""
         return any(isinstance(group.kind, Prompt) for group in self.all)
@@ -240,7 +241,7 @@ class Groups:
             ends = (*ends, -(-after // self.interval) * self.interval)
         return any(after <= end + group.proof and group.first_needed(end) <= block for end in ends)
 
-    @property
+    @cached_property
     def states(self) -> tuple[Group, ...]:
         """Return the groups whose blocks are stored only when vLLM offers them."""
         return tuple(group for group in self.all if group.kind.handed_over)
