@@ -83,6 +83,10 @@ class _Link(WholePages):
 
     name = "simulated"
     launches = 0
+    idle_s = 0.0
+    """Seconds between the first and the last launch of a restore in which the link had nothing to copy."""
+    fresh = True
+    """Whether the next launch is the first of a restore."""
 
     def load(self, slots: NDArray[np.int64], host: NDArray[np.int64], stream: Any) -> None:
         self.launches += 1
@@ -91,7 +95,10 @@ class _Link(WholePages):
             sum(range(300))
             for _ in range(7):  # four calls for events, two launches and a batch of copies
                 _driver()
-        stream.free = max(perf_counter(), stream.free) + len(slots) * SPEC.page_nbytes / RATE
+        now = perf_counter()
+        self.idle_s += 0.0 if self.fresh else max(0.0, now - stream.free)
+        self.fresh = False
+        stream.free = max(now, stream.free) + len(slots) * SPEC.page_nbytes / RATE
 
     save = load
 
@@ -173,6 +180,7 @@ class Engine:
     def restore(self) -> list[float]:
         """Restore a document. Return the time of each step until all of its pages have arrived."""
         waiting, left, steps = self._transfers(), self._pages, []
+        self.link.fresh = True
         while left:
             most = MOST_A_STEP // BATCH_PAGES
             seconds, arrived = self.step(waiting[:most])
@@ -228,6 +236,7 @@ def measured(pages: int, launches: int, documents: int) -> dict[str, float]:
         "blocked_beside_ms": sum(use.blocked_s for use in beside) / steps * 1e3,
         "restore_ms": median(restores) * 1e3,
         "link_ms": pages * SPEC.page_nbytes / RATE * 1e3,
+        "link_idle_ms": engine.link.idle_s / documents * 1e3,
         "other_threads_cpu_ms": sum(use.cpu_s for use in beside) / documents * 1e3,
         "other_threads_wakes": sum(use.wakes for use in beside) / documents,
         "launches": engine.link.launches / documents,

@@ -267,9 +267,13 @@ class NoPieces(virtual_link.Link):
     """A route whose launches cost the caller the same for any number of pages."""
 
     def __init__(
-        self, clock: virtual_link.Clock, held: HostFormat, processor: virtual_link.Processor
+        self,
+        clock: virtual_link.Clock,
+        held: HostFormat,
+        processor: virtual_link.Processor,
+        most_groups: int,
     ) -> None:
-        super().__init__(clock, held, processor)
+        super().__init__(clock, held, processor, most_groups)
         self.layers = LayerGroups.by_shares(held.layout, encoded_routes.MAPPED_CUTS)
         self.group_pieces = 0
         self._sizes = self.layers.divide(held.payload_nbytes)
