@@ -92,6 +92,78 @@ def test_hit_is_the_longest_whose_end_every_group_can_continue_from(
     assert sum(plan.sources.values()) == plan.tokens
 
 
+TAILS = st.sampled_from(
+    [
+        (Group(0, 6, 3), Group(1, 6, 3, kind=STATE)),
+        (Group(0, 4, 2, kind=STATE), Group(1, 4, 2), Group(2, 4, 2, kind=STATE), Group(3, 4, 2)),
+        (Group(0, 8, 4, kind=STATE),),
+    ]
+)
+
+
+@given(TAILS, st.integers(0, 2), st.integers(0, 48), st.data())
+def test_hit_inside_a_block_is_the_longest_that_every_group_can_continue_from(
+    kinds: tuple[Group, ...], start: int, limit: int, data: st.DataObject
+) -> None:
+    groups = Groups(kinds)
+    unit, step = groups.unit, groups.tail_unit
+    assert step == 2
+    start *= unit
+    chains = groups.chains(HASHES, [bytes([64 * i]) * 32 for i in range(len(groups.all))])
+    pages = {
+        (g.number, i * step): key
+        for g in kinds
+        for i, key in enumerate(chains[g.number].ending(range(1, 25)), 1)
+    }
+    whole = {(g.number, i * unit) for g in kinds for i in range(1, 25) if i * unit <= 48}
+    assert {pages[page] for page in whole} == {key for g in kinds for key in chains[g.number].first(24)}
+    missing = data.draw(st.lists(st.sampled_from(sorted(pages)), max_size=12))
+    inside = data.draw(st.lists(st.sampled_from(sorted(pages.keys() - whole)), max_size=20))
+    missing += [page for page in pages.keys() - whole if page not in inside and data.draw(st.booleans())]
+    held = {page: key for page, key in pages.items() if page not in missing}
+
+    def needed(end: int) -> set[tuple[int, int]]:
+        spine = {(g.number, at) for g in kinds if not g.partial for at in range(start + unit, end + 1, unit)}
+        return spine | {(g.number, end) for g in kinds}
+
+    ends = [end for end in range(start + step, limit + 1, step) if needed(end) <= held.keys()]
+    plan = longest_hit(groups, chains, start, limit, some(set(held.values())))
+    assert (plan.start, plan.end) == (start, max(ends, default=start))
+    wanted = {(end, held[number, end]) for number, end in needed(plan.end)} if ends else set()
+    assert set(plan.keys) == wanted
+    assert sum(plan.sources.values()) == plan.tokens
+    blocks = -(-plan.end // unit)
+    tables = [
+        [g.number * 100 + i + 1 if not g.partial or i == blocks - 1 else 0 for i in range(blocks)]
+        for g in kinds
+    ]
+    loaded = pages_to_load(groups, chains, tables, plan.start, plan.end)
+    assert (
+        {(first, key, block) for first, key, block in loaded}
+        == {
+            ((end - 1) // unit * unit, held[number, end], number * 100 + -(-end // unit))
+            for number, end in needed(plan.end)
+        }
+        if ends
+        else not loaded
+    )
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        Groups((Group(0, 4, 2),)),
+        Groups((Group(0, 4), Group(1, 4, kind=STATE))),
+        Groups((Group(0, 4, 2), Group(1, 8, 4, kind=STATE))),
+        Groups((Group(0, 4, 2), Group(1, 4, 2, kind=Window(3)), Group(2, 4, 2, kind=STATE))),
+        Groups((Group(0, 4, 2, draft=True), Group(1, 4, 2, kind=STATE))),
+        Groups((Group(0, 4, 2), Group(1, 4, 2, kind=STATE)), skipped=("ring",)),
+    ],
+)
+def test_other_groups_have_no_hits_inside_a_block(groups: Groups) -> None:
+    assert groups.tail_unit == 0
+
+
 def test_blocks_freed_by_a_window_are_neither_loaded_nor_missing() -> None:
     groups = Groups((Group(0, 4, 2), Group(1, 2, kind=Window(3))))
     chains = groups.chains(HASHES, NAMES[: len(groups.all)])

@@ -16,7 +16,7 @@ from tests.adapters.vllm_pool import Kind
 from tests.support.pages import chain
 from tests.support.planting import Plant
 from tierstore.adapters.vllm import saves as storing_module
-from tierstore.adapters.vllm.kv_groups import Group, Groups, Window
+from tierstore.adapters.vllm.kv_groups import Group, Groups, State, Window
 from tierstore.adapters.vllm.requests import RequestState, Step
 from tierstore.adapters.vllm.saves import Stores
 from tierstore.types import Match, PageKey, Tier
@@ -277,3 +277,45 @@ def test_number_of_pages_stored_for_a_prompt_of_32768_tokens(
     """
     assert pages_of(windows, None, 32768) == before
     assert pages_of(windows, 0, 32768) == after
+
+
+def test_state_inside_a_block_is_stored_with_the_block_that_attention_ends_in() -> None:
+    groups = Groups((Group(0, 8, 4), Group(1, 8, 4, State())))
+    request: Any = SimpleNamespace(block_hashes=[bytes([i]) * 32 for i in range(12)], num_tokens=15)
+    known = RequestState(request, groups.chains(request, [bytes([i]) * 32 for i in range(2)]))
+    spine, states = known.chains[0], known.chains[1]
+    store: Any = FakeStore()
+    store.match = lambda keys: Match(0, (), True)
+    storing = Stores(store, groups, None)
+
+    offers = [
+        (1, 9, 14),
+        (1, 8, 13),
+        (1, 0, 12),
+        (1, 7, 20),
+    ]  # 13: not a hash; 12: null block; 20: not computed yet
+    storing.follow(known, Step("r", 8, 8, [[3, 4], [0, 5]], [], first=True, offers=offers))
+    storing.put(set())
+    after_first, [at_14, state_at_14] = spine.at(0), [*spine.ending([7]), *states.ending([7])]
+    assert store.puts == [
+        ([at_14, state_at_14], [4, 9], [after_first, after_first]),
+        ([after_first], [3], [None]),
+    ]
+    storing.put(set())
+    assert len(store.puts) == 2  # the full block waits until its copy has ended
+    storing.returned([4])
+    storing.put(set())
+    assert store.puts[2:] == [([spine.at(1)], [4], [after_first])]
+
+    storing.returned([3, 4, 9])
+    storing.follow(known, Step("r", 16, 2, [[3, 4, 6], [0, 0, 5]], [6], first=False, offers=[(1, 10, 18)]))
+    assert storing.reused([6]) == ()
+    storing.put({10})
+    assert len(store.puts) == 3
+    storing.put(set())
+    assert store.puts[3:] == [(states.ending([9]), [10], [spine.at(1)])]
+    storing.follow(known, Step("r", 18, 1, [[3, 4, 6], [0, 0, 5]], [], first=False, offers=[(1, 11, 18)]))
+    assert storing.waiting
+    storing.forget()
+    storing.put(set())
+    assert len(store.puts) == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import hybrids
+from tests.vllm import hybrids, tiny_model
 from tests.vllm.damage import flip_every
 from tests.vllm.hybrid_engines import TOKENS, Hybrid
 from tests.vllm.runner import (
@@ -108,6 +108,82 @@ def test_restored_states_answer_as_plain_vllm(
     # The checks above can only notice a wrong state if the answers depend on it:
     assert cached(spoilt) == whole
     assert all(answer != other for answer, other in zip(tokens_of(spoilt), expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "unit"), [("Nemotron-H", 32), ("Qwen3-Next", 96)])
+def test_hits_end_inside_a_block_where_vllm_keeps_states_there(
+    name: str, unit: int, hybrid: Callable[[str], Hybrid], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if name not in IN_EVERY_RUN[-1:] and not request.config.getoption("--all-models"):
+        pytest.skip("needs --all-models")
+    model = hybrid(name)
+    prompts = [
+        *model.prompts[:2],
+        *tiny_model.prompts(9, model.unit - 20)[6:],
+    ]  # three are shorter than a block
+    whole = [(len(prompt) - 1) // unit * unit for prompt in prompts]
+    assert all(end % model.unit for end in whole)
+    fine = {"prefix_match_unit": unit}
+    places = tiers(tmp_path / "tiers", 200, PAGE, "256MiB")
+
+    plain, own, own_together, plain_turns = model.life(
+        ask(prompts, TOKENS),
+        ask(prompts, TOKENS),
+        ask(prompts, TOKENS, together=True),
+        talk(model.turns, TOKENS, forget=False),
+        **fine,
+    )
+    expected = tokens_of(plain)
+    assert cached(own) == cached(own_together) == whole
+    alike = tokens_of(own_together) == tokens_of(own)  # else answers depend on the other requests in a step
+
+    cold, _, host, _, together, turns, clean = model.life(
+        ask(prompts, TOKENS),
+        reset(),
+        ask(prompts, TOKENS),
+        reset(),
+        ask(prompts, TOKENS, together=True),
+        talk(model.turns, TOKENS, forget=True),
+        check(),
+        transfer=connector(places),
+        **fine,
+    )
+    assert tokens_of(cold) == expected
+    assert tokens_of(host) == tokens_of(own)
+    assert cached(host) == cached(together) == whole
+    assert not alike or tokens_of(together) == tokens_of(own)
+    assert tokens_of(turns) == tokens_of(plain_turns)
+    assert cached(turns) == cached(plain_turns)
+    assert any(end % model.unit for end in cached(turns))
+    assert clean == "clean"
+
+    _, disk, _, storming, _, leaks, clean, _, _, _, spoilt = model.life(
+        fail_loads(0),
+        ask(prompts, TOKENS),
+        reset(),
+        storm(prompts, requests=60, tokens=TOKENS, seed=5, most=8),
+        rest(),
+        held(),
+        check(),
+        spoil_states(),
+        fail_loads(0),
+        reset(),
+        ask(prompts, TOKENS),
+        transfer=connector(places, **FAULTY),
+        max_num_seqs=8,
+        num_gpu_blocks_override=hybrids.SMALL_POOLS[name],
+        **fine,
+    )
+    assert tokens_of(disk) == tokens_of(own)
+    assert cached(disk) == whole
+    assert storming["aborted"] > 10
+    steady = model.plain.steady and alike and tokens_of(own) == expected
+    assert not steady or all(answer == expected[number] for number, answer in storming["answered"])
+    assert not any(leaks.values()), leaks
+    assert clean == "clean"
+    # The checks above can only notice a wrong state if the answers depend on it:
+    assert cached(spoilt) == whole
+    assert all(answer != other for answer, other in zip(tokens_of(spoilt), tokens_of(own), strict=True))
 
 
 # Without a connector, an engine of Qwen3-Next grows by 56 MiB in the same run.

@@ -4,7 +4,8 @@
 
 ``longest_hit`` finds the longest hit at whose end each group has what the next token needs. A group with full
 attention needs all blocks up to the end of the hit. A sliding window only needs the blocks that the next token
-sees, and a recurrent state only the block that ends there. ``costs`` may shorten the hit.
+sees, and a recurrent state only the block that ends there. With ``Groups.tail_unit``, a hit may end inside a block, if
+that block is stored as it was when the request had computed that many tokens. ``costs`` may shorten the hit.
 
 ``pages_to_load`` returns the pages and blocks of a hit that vLLM has accepted. ``local_tokens`` returns the number
 of tokens that are cached in vLLM itself.
@@ -25,7 +26,7 @@ from tierstore.adapters.vllm.requests import Lookup
 from tierstore.types import Match, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tierstore.adapters.vllm.costs import Costs
     from tierstore.adapters.vllm.kv_groups import Chains, Group, Groups
@@ -116,7 +117,12 @@ class Hit:
         whole = next((span for span in self.spans if not span.group.partial), None)
         if whole is not None:
             size = whole.group.block_size
-            return {tier: pages * size for tier, pages in Counter(whole.tiers).items()}
+            tokens = Counter({tier: pages * size for tier, pages in Counter(whole.tiers).items()})
+            if (
+                beyond := (whole.first + len(whole.keys)) * size - self.end
+            ):  # the hit ends inside the last block
+                tokens[whole.tiers[-1]] -= beyond
+            return dict(tokens)
         slowest = max((tier for span in self.spans for tier in span.tiers), default=Tier.HOST)
         return {slowest: self.tokens} if self.tokens else {}
 
@@ -124,7 +130,7 @@ class Hit:
     def keys(self) -> list[tuple[int, PageKey]]:
         """Return, for each page in token order, the number of tokens up to its end, and its key."""
         found = [
-            ((number + 1) * span.group.block_size, key)
+            (min((number + 1) * span.group.block_size, self.end), key)
             for span in self.spans
             for number, key in enumerate(span.keys, span.first)
         ]
@@ -134,7 +140,7 @@ class Hit:
 def longest_hit(groups: Groups, chains: Chains, start: int, limit: int, stored: Stored) -> Hit:
     """Return the longest hit from token ``start`` to a multiple of ``groups.unit``, at most token ``limit``.
 
-    The hit is empty if nothing is found.
+    With ``groups.tail_unit``, the hit may end at a multiple of that instead. The hit is empty if nothing is found.
     """
     unit = groups.unit
     end = max(start, limit // unit * unit)
@@ -160,7 +166,36 @@ def longest_hit(groups: Groups, chains: Chains, start: int, limit: int, stored: 
         end = max(start, missing // unit * unit)
     spans_by_number = dict([*((n, _cut(span, end)) for n, span in whole), *windows, *states.spans(end)])
     all_spans = tuple(spans_by_number[n] for n in sorted(spans_by_number)) if end > start else ()
-    return Hit(start, end, all_spans, shared)
+    hit = Hit(start, end, all_spans, shared)
+    return _with_tail(groups, chains, dict(whole), hit, limit, stored) if groups.tail_unit else hit
+
+
+def _with_tail(
+    groups: Groups, chains: Chains, whole: Mapping[int, Span], hit: Hit, limit: int, stored: Stored
+) -> Hit:
+    """Return the longest hit that ends inside a block and is longer than ``hit``, else ``hit``.
+
+    ``whole`` contains the pages of whole blocks in the groups with full attention, by group number.
+    """
+    unit, step = groups.unit, groups.tail_unit
+    last = min(limit, hit.shared + unit - 1) // step
+    ends = [number * step for number in range(last, hit.end // step, -1) if number * step % unit]
+    pages: dict[int, dict[int, tuple[PageKey, Tier]]] = {}
+    for group in sorted(groups.all, key=lambda group: group.partial, reverse=True):
+        keys = chains[group.number].ending(end // step for end in ends)
+        found = zip(ends, keys, stored.locate(keys), strict=True)
+        pages[group.number] = {end: (key, tier) for end, key, tier in found if tier is not None}
+        ends = list(pages[group.number])
+    if not ends:
+        return hit
+    end = ends[0]
+    spans = []
+    for group in groups.all:
+        key, tier = pages[group.number][end]
+        before = whole.get(group.number, Span(group, end // unit, [], []))
+        before = before if group.partial else _cut(before, end)
+        spans.append(Span(group, before.first, [*before.keys, key], [*before.tiers, tier]))
+    return Hit(hit.start, end, tuple(spans), hit.shared)
 
 
 def pages_to_load(
@@ -180,6 +215,9 @@ def pages_to_load(
         ends = range(begins.start + size, begins.stop + size, size)
         pages = zip(ends, begins, chain.between(first, last), table[first:last], strict=True)
         found += (page for page in pages if page[3] != NULL_BLOCK) if group.partial else pages
+        if end % size and groups.tail_unit:
+            [key] = chain.ending([end // groups.tail_unit])
+            found.append((end, last * size, key, table[last]))
     if len(groups.all) > 1:
         found.sort(key=lambda page: page[0])
     return [(begin, key, block) for _, begin, key, block in found]

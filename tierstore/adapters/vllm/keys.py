@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -64,6 +64,15 @@ class KeyChain:
     def at(self, number: int) -> PageKey | None:
         """Return the key of one block, or None if the block is not full."""
         return self._keys[number] if number < self._grown(number + 1) else None
+
+    def ending(self, hashes: Iterable[int]) -> list[PageKey]:
+        """Return the keys of pages that end after these numbers of hashes, also inside a block.
+
+        Raises IndexError if the request has fewer hashes.
+        """
+        found = self._request.block_hashes
+        ends = [found[number - 1] for number in hashes]
+        return page_keys(self._namespace, ends) if ends else []
 
     def _grown(self, blocks: int) -> int:
         hashes, stride = self._request.block_hashes, self._stride

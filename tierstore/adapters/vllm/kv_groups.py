@@ -205,8 +205,22 @@ class Groups:
 
     @cached_property
     def unit(self) -> int:
-        """Return the granularity of hits in tokens: whole blocks in every group."""
+        """Return the granularity of hits in tokens: whole blocks in every group. See also ``tail_unit``."""
         return math.lcm(*(group.block_size for group in self.all))
+
+    @cached_property
+    def tail_unit(self) -> int:
+        """Return the granularity in tokens of hits that end inside a block, or 0 if all hits end at whole blocks.
+
+        vLLM caches the state at the end of a prompt inside a block only if it hashes pieces of blocks
+        (``--prefix-match-unit``). Other kinds of groups than states and full attention have no such pages.
+        """
+        first, *others = self.all
+        plain = all(group.kind == FULL or group.kind.handed_over for group in self.all)
+        alike = all((other.block_size, other.stride) == (first.block_size, first.stride) for other in others)
+        if not self.states or first.stride == 1 or not (plain and alike) or self.skipped or self.replayed:
+            return 0
+        return 0 if any(group.draft for group in self.all) else first.block_size // first.stride
 
     @cached_property
     def spine(self) -> Group | None:

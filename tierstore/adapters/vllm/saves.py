@@ -71,11 +71,13 @@ class Stores:
         self._events = events
         self._pins = pins
         self._collected: dict[int, _Page] = {}
+        self._tails: dict[int, _Page] = {}
+        """Blocks that are collected as they are in the middle. They may be collected again when they are full."""
 
     @property
     def waiting(self) -> bool:
         """Return whether pages have yet to be put into the store, or the store is still reading blocks."""
-        return bool(self._collected or self.busy)
+        return bool(self._collected or self._tails or self.busy)
 
     def follow(self, known: RequestState, step: Step) -> None:
         """Collect the blocks that will be full once the step has run, and the states that vLLM offers."""
@@ -90,6 +92,8 @@ class Stores:
             for number, block, tokens in step.offers:
                 if number == group.number and block != NULL_BLOCK and 0 < tokens <= end:
                     self._collect_state(known, group, block, tokens)
+        if self._groups.tail_unit and step.offers:
+            self._collect_tails(known, step)
 
     def collect(
         self, known: RequestState, tables: Sequence[Sequence[int]], before: int, computed: int
@@ -155,8 +159,9 @@ class Stores:
         These copies must complete before the blocks are overwritten.
         """
         fresh = set(blocks)
-        for block in fresh & self._collected.keys():
-            del self._collected[block]
+        for collected in (self._collected, self._tails):
+            for block in fresh & collected.keys():
+                del collected[block]
         held = sorted(fresh & self.busy)
         if not held:
             return ()
@@ -169,8 +174,9 @@ class Stores:
 
         Leave out blocks that copies are still reading, and blocks that loads will write (``loading``).
         """
-        ready = [b for b in self._collected if b not in self.busy and b not in loading][:MOST_A_STEP]
-        self._put([(block, self._collected.pop(block)) for block in ready])
+        for collected in (self._tails, self._collected):
+            ready = [b for b in collected if b not in self.busy and b not in loading][:MOST_A_STEP]
+            self._put([(block, collected.pop(block)) for block in ready])
 
     def returned(self, blocks: Iterable[int]) -> None:
         """Record that the store no longer reads these blocks, and unpin them."""
@@ -182,6 +188,7 @@ class Stores:
     def forget(self) -> None:
         """Discard all collected pages that have not been put into the store yet."""
         self._collected.clear()
+        self._tails.clear()
 
     def check(self, writing: Set[int]) -> None:
         """Raise AssertionError if a copy reads a block while a load writes it."""
@@ -233,6 +240,29 @@ class Stores:
         self.add([key], [block], [self._parent(known, group, [], number)])
         if self._events is not None:
             self._events.learn(known.request, [key], number, group)
+
+    def _collect_tails(self, known: RequestState, step: Step) -> None:
+        """Collect the states that vLLM offers inside a block, and the blocks with full attention that end there.
+
+        Such a block is stored as it is now, and again when it is full. Pages inside a block have no events.
+        """
+        groups, spine = self._groups, self._groups.spine
+        for tokens in {tokens for _, _, tokens in step.offers}:
+            inside = tokens % groups.unit and not tokens % groups.tail_unit
+            if not inside or tokens > step.computed + step.scheduled:
+                continue
+            number = tokens // groups.unit
+            blocks = {group: block for group, block, at in step.offers if at == tokens}
+            for group in groups.all:
+                table = step.tables[group.number]
+                if not group.partial and number < len(table):
+                    blocks[group.number] = table[number]
+            if any(blocks.get(group.number, NULL_BLOCK) == NULL_BLOCK for group in groups.all):
+                continue
+            parent = known.chains[spine.number].at(number - 1) if spine is not None and number else None
+            for group in groups.all:
+                [key] = known.chains[group.number].ending([tokens // groups.tail_unit])
+                self._tails[blocks[group.number]] = _Page(key, parent)
 
     def _parent(
         self, known: RequestState, group: Group, keys: Sequence[PageKey], number: int

@@ -339,9 +339,10 @@ class SchedulerHalf:
     def offer(self, request: Request, computed: int) -> int | None:
         """Return how many tokens beyond ``computed`` can be loaded.
 
-        The tokens form whole blocks and leave at least one token to compute. None means that vLLM should ask again
-        later: pages are being read from disk (for at most ``put_off_s``), or the workers have not sent their first
-        messages. If an offered page is evicted before it is loaded, the load is reported as failed.
+        The tokens form whole blocks, or end as ``Groups.tail_unit`` allows, and leave at least one token to compute.
+        None means that vLLM should ask again later: pages are being read from disk (for at most ``put_off_s``), or
+        the workers have not sent their first messages. If an offered page is evicted before it is loaded, the load
+        is reported as failed.
         """
         if self._meets and request.request_id in self._early:
             return None
