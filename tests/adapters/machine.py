@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from tests.adapters.store_machine import WAIT_S, Open, StoreMachine, prompts, same_logits
-from tests.adapters.tiny import PAGE, plain_batch, random_prompt, watch
+from tests.adapters.tiny import PAGE, plain, plain_batch, random_prompt, watch
 from tierstore.adapters.huggingface import TierStoreCache, cache_argument
 from tierstore.adapters.huggingface.prefix import common_prefix
 from tierstore.errors import CapacityError
@@ -262,7 +262,7 @@ class AdapterMachine(StoreMachine):
         except CapacityError:
             assert list(session.tokens) == before
             return
-        assert answer == plain_batch(self.model, torch.tensor([before]), **SHORT)[0, len(before) :].tolist()
+        assert answer == plain(self.model, before, **SHORT)
         assert list(session.tokens) == before + answer
         self.talk[name] = list(session.tokens)
 

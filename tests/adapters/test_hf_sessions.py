@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
-from tests.adapters.tiny import PAGE, generate, open_store, plain, random_prompt, tiny_llama, watch
+from tests.adapters.tiny import (
+    PAGE,
+    generate,
+    open_store,
+    plain,
+    plain_batch,
+    random_prompt,
+    tiny_llama,
+    watch,
+)
 from tests.support.pages import PATIENCE_S
 from tierstore.adapters.huggingface import PrefixCache, TierStoreCache
 from tierstore.store import TierStore
@@ -52,6 +62,18 @@ def test_each_of_six_turns_computes_only_new_tokens_and_one_more(model: LlamaFor
             assert turn.computed_tokens == fed.widths[0] == length + (number > 0)
             assert turn.copied_tokens == 0
             store.check()
+
+
+def test_pad_token_at_the_end_of_a_conversation_is_a_token(model: LlamaForCausalLM) -> None:
+    """Without a mask, transformers takes the pad token for padding. Models may generate it as part of an answer."""
+    said = [*random_prompt(2 * PAGE, seed=15), 0]
+    without_mask = plain_batch(model, torch.tensor([said]), **ANSWER)[0, len(said) :].tolist()
+    expected = plain(model, said, **ANSWER)
+    assert expected != without_mask, "the mask does not matter: this shows nothing"
+    with open_store(model) as store, PrefixCache(store, model) as cache:
+        session = cache.session("a")
+        session.append(said)
+        assert session.generate(**ANSWER) == expected
 
 
 def test_fork_inside_a_page_of_an_earlier_turn_copies_that_page(model: LlamaForCausalLM) -> None:
