@@ -267,7 +267,9 @@ def main() -> None:
     parser.add_argument("--disk-gib", type=float, default=8.0)
     parser.add_argument("--folder", default="", help="of the store on disk; one that goes away if empty")
     parser.add_argument("--load", choices=["always", "if_faster"], default="always", help="from disk")
-    parser.add_argument("--layout", default="", help="of vLLM's KV memory with the store; empty for its default")
+    parser.add_argument(
+        "--layout", default="", help="of vLLM's KV memory with the store; empty for its default"
+    )
     parser.add_argument("--logs", default="", help="a folder for what each life said")
     parser.add_argument("--only", default=",".join(LIVES), help="lives, with commas")
     parser.add_argument("--life", default="", help="this one, in this process")
