@@ -1,10 +1,9 @@
 """The prefetcher: reads hints and promotes pages before the scheduler needs them.
 
-``Prefetcher.attach(store)`` starts a prefetcher. A store without one works, but rejects ``will_need`` hints
-(``HintResult.REJECTED``). Give hints by calling ``TierStore.hint``, or use a helper that gives them for many
-requests: ``Waiting`` (a queue), ``ahead`` (a list of documents) or ``Sessions`` (the turns of chats).
-``prefetch.planner`` computes the plans. Importing this package is cheap, because its modules are imported on
-first use.
+``Prefetcher.attach(store)`` starts a prefetcher. A store without a prefetcher works, but rejects ``will_need`` hints
+(``HintResult.REJECTED``). Give hints with ``TierStore.hint``, or use a helper that gives hints for many requests:
+``Waiting`` (a queue), ``ahead`` (a list of documents) or ``Sessions`` (the turns of chats). ``prefetch.planner``
+computes the plans. Importing this package is cheap, because its modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
     Attributes:
         hint: The hint.
-        deadline: The time at which its pages are needed, or inf if that is not known.
+        deadline: The time at which the pages are needed, or inf if it is unknown.
         ends: The time at which the hint expires. Both times are in seconds, on the same clock as the argument
             ``now`` of ``ExpectedRequests.take``.
     """
@@ -47,7 +47,7 @@ class Expected(NamedTuple):
 class ExpectedRequests:
     """The latest ``will_need`` hint of each expected request, for up to ``most`` requests.
 
-    If there are more, the request with the latest deadline is dropped and counted in ``turned_away``.
+    Beyond this number, the request with the latest deadline is dropped and counted in ``turned_away``.
     """
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
@@ -94,7 +94,7 @@ class ExpectedRequests:
 
 
 class _There(NamedTuple):
-    """Pages of a hint that are already in a tier, and that the store is to be asked to keep there.
+    """Pages of a hint that are already in a tier. The store is to be asked to keep them there.
 
     ``later`` lists the hints of requests that start later, earliest first. Their pages may be displaced.
     """
@@ -107,7 +107,7 @@ class _There(NamedTuple):
 class KeptPages:
     """Asks the store to keep pages that are already in the right tier for an expected request.
 
-    It asks once for each page, tier and hint revision. Not thread-safe.
+    It asks at most once per page, tier and hint revision. Not thread-safe.
     """
 
     def __init__(self, promotions: PromotionQueue, tiers: Iterable[Tier]) -> None:
@@ -122,17 +122,17 @@ class KeptPages:
         self._named: dict[tuple[str, int], set[tuple[PageKey, Tier]]] = {}
         """For each request ID and revision: the pages that the store was asked to keep, with their tiers."""
         self._there: dict[Tier, list[_There]] = {}
-        """For each tier: pages that the latest plan found there, until the store is asked to keep them."""
+        """For each tier: pages that the latest plan found there and that the store was not yet asked to keep."""
 
     def clear(self) -> None:
         """Forget everything, because no request is expected."""
         self._named, self._there = {}, {}
 
     def plan(self, hints: Sequence[Hint], wants: Sequence[Want], loads: Sequence[int]) -> None:
-        """Record which pages of ``wants`` are already in each tier. Forget all hints except ``hints``.
+        """Record which pages of ``wants`` are already in each tier, and forget all hints except ``hints``.
 
         Args:
-            hints: The hints of the wants, earliest deadline first.
+            hints: The hints that ``wants`` were made from, earliest deadline first.
             wants: The wants of the latest plan.
             loads: For each want, the length of the prefix that the plan loads into HBM. Pages in HBM beyond
                 this prefix are not recorded.

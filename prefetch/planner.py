@@ -3,13 +3,13 @@
 It is a pure computation without a clock, threads or a store.
 
 The model of time is as follows. An edge transfers one page at a time, at the measured rate. A page that is
-only on disk is first read into host memory and then loaded into HBM. From the start of the read to the end of
-the load, it takes one of a limited number of places in host memory. On every edge, the want with the earliest
-deadline is served first, and later wants get the remaining time. A request starts at its deadline. Its prompt
-is complete when the loaded pages are in HBM and the remaining pages are computed. Pages can be computed while
-others are loaded from host memory, because these arrive layer by layer. Nothing can be computed before all
-reads from disk have finished, because these pages arrive as a whole. For each want, the planner chooses how
-many pages to load so that the prompt is complete as soon as possible.
+only on disk is first read into host memory and then loaded into HBM. From the start of the read to the end of the
+load, the page occupies one of a limited number of slots in host memory. On every edge, the want with the earliest
+deadline is served first, and later wants get the remaining time. A request starts at its deadline. Its prompt is
+complete when the loaded pages are in HBM and the remaining pages are computed. Pages can be computed while others
+are loaded from host memory, because loaded pages arrive layer by layer. No page can be computed before all reads
+from disk have finished, because a page arrives from disk as a whole. For each want, the planner chooses how many
+pages to load so that the prompt is complete as soon as possible.
 
 Earliest deadline first is Jackson's rule (1955): no other order reduces the maximum lateness.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Timeline:
-    """The periods from ``now`` on in which one edge is free.
+    """The periods, from ``now`` on, in which one edge is free.
 
     ``page_s`` is the number of seconds that the edge takes per page, 0 if unknown.
     """
@@ -42,7 +42,7 @@ class Timeline:
         self._free: list[tuple[float, float]] = [(now, inf)]
 
     def cursor(self) -> Cursor:
-        """Return a cursor that finds start times but does not reserve them. Do not use it after ``take``."""
+        """Return a cursor that finds start times but does not reserve them. Do not use the cursor after ``take``."""
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
@@ -66,7 +66,7 @@ class Timeline:
 
 
 class Cursor:
-    """Finds start times for one page after another in a ``Timeline``, without changing the timeline."""
+    """Finds a start time in a ``Timeline`` for one page after another, without changing the timeline."""
 
     def __init__(self, free: list[tuple[float, float]], page_s: float) -> None:
         self._free = free
@@ -77,7 +77,7 @@ class Cursor:
     def place(self, available: float) -> float:
         """Return the earliest time at which the next page can start, and place the page there.
 
-        The page starts neither before ``available`` nor before the end of the pages placed so far.
+        This time is not before ``available``, and not before the end of the last page that was placed.
         """
         self._at = max(self._at, available)
         while True:
@@ -102,9 +102,9 @@ def plan(
 ) -> Plan:
     """Plan the promotions for ``wants``. Takes O(pages log pages) time.
 
-    Wants get slots in HBM in the order of their deadlines, including slots for pages already in HBM. So a page
-    that is needed later never displaces a page that is needed sooner. Once at least ``most_pages`` page
-    copies are planned, the remaining wants get no promotions.
+    Wants get slots in HBM in the order of their deadlines. Pages already in HBM need slots too, so a page that is
+    needed later never displaces a page that is needed sooner. Once at least ``most_pages`` page copies are planned,
+    no further wants are planned.
 
     Args:
         wants: The expected requests.
@@ -145,7 +145,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Try:
-    """A trial schedule that loads as long a prefix of a want as fits into HBM.
+    """A trial schedule that loads the longest prefix of a want that fits into HBM.
 
     For each page, ``there`` is the time at which the page is in HBM, and ``read`` the time at which its read
     from disk, if any, has finished.
@@ -159,7 +159,7 @@ class _Try:
 
 
 class _Planning:
-    """The state of one call to ``plan``: the remaining time of each edge, and the remaining space."""
+    """The state of one call to ``plan``: the free time of each edge, and the free space."""
 
     def __init__(self, machine: Machine, now: float) -> None:
         self.promotions: list[Promotion] = []
@@ -279,9 +279,9 @@ class _Planning:
         self._emit(want, steps)
 
     def _stage(self, want: Want, first: int) -> None:
-        """Plan reads into host memory for pages from ``first`` on, which do not fit into HBM.
+        """Plan reads into host memory for the pages from index ``first`` on, which do not fit into HBM.
 
-        Each page keeps its place in host memory for the rest of the plan.
+        Each page keeps its slot in host memory for the rest of the plan.
         """
         steps = []
         for i in range(first, len(want.tiers) if self._machine.host_pages else 0):
@@ -296,7 +296,7 @@ class _Planning:
         self._emit(want, steps)
 
     def _emit(self, want: Want, steps: list[_Step]) -> None:
-        """Add promotions for ``steps``, one for each run of up to ``PIECE_PAGES`` consecutive pages."""
+        """Add one promotion for each run of up to ``PIECE_PAGES`` consecutive pages in ``steps``."""
         self.planned += len(steps)
         for src in sorted({step.src for step in steps}):
             run: list[_Step] = []

@@ -1,9 +1,9 @@
 """The prefetcher: a thread that reads a store's hints, plans, and asks the store to promote pages in time.
 
 It uses only the public interface of the store, holds no pages or leases, and takes none of the store's locks.
-Without a prefetcher, every request is still served, but may wait longer. The store decides which pages may be
-displaced, and starts nothing for a withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work. In
-each turn it reads hints, makes a new plan if one is due, and starts the promotions that can start.
+Without a prefetcher, requests are still served, but may wait longer. The store decides which pages may be displaced,
+and starts nothing for a withdrawn hint (``TierStore.promote``). ``PrefetchLoop`` does the work. In each turn, it
+reads hints, makes a new plan if one is due, and starts those promotions that can start.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def number(figures: dict[str, object], name: str) -> float:
 
 
 _WAVE_S = 0.1
-"""Time in seconds that the copies in flight may take together.
+"""Maximum total duration of the copies in flight, in seconds.
 
-A lease that is acquired meanwhile has to wait for them, so this is about the longest time that it waits.
+A lease that is acquired meanwhile waits for these copies, so this is roughly the maximum time that it waits.
 """
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
 _PLAN_SHARE = 10.0
-"""The pause between two plans, as a multiple of the time that making the first one took."""
+"""The pause after a plan, as a multiple of the time that was needed to make that plan."""
 _BUSY_S = 0.002
 _BLOCKED_S = 0.02
 _IDLE_S = 0.25
@@ -173,7 +173,7 @@ class PrefetchLoop:
         return not (self.in_flight or self._promotions)
 
     def _begin(self, expected: list[Expected], now: float) -> None:
-        """If there are many pages, plan only the first ones, so that copies start before the complete plan is made.
+        """If there are many pages, plan only the first ones, so that copies start before the complete plan is ready.
 
         The first plan uses only free slots. The complete plan, which follows in the next turn, decides which
         pages to displace.
@@ -236,8 +236,8 @@ class PrefetchLoop:
     def _machine(self, staged: int) -> Machine:
         """Return the measured rates and the available space, for the planner.
 
-        ``staged`` is the number of pages that the prefetcher has read into host memory and that are still
-        there. The space that they take is not available.
+        ``staged`` is the number of pages that the prefetcher has read into host memory and that are still there.
+        Their slots are not available.
         """
         tiers, rates = section(self._store.stats(), "tiers"), self._store.rates()
         hbm, host = tiers.get("HBM"), tiers.get("HOST")
@@ -312,7 +312,8 @@ class Prefetcher:
     Args:
         store: The store to serve.
         config: The limits. By default, the ``prefetch`` section of the store's configuration.
-        compute: The cost of computing pages on this machine. None: computing is never preferred to loading.
+        compute: The cost of computing pages on this machine. None: the prefetcher never prefers computing
+            to loading.
         clock: Returns the time in seconds. Tests replace it.
     """
 
@@ -346,7 +347,8 @@ class Prefetcher:
                 loading.
 
         Raises:
-            ValueError: A prefetcher is attached to the store already. Each hint would reach only one of them.
+            ValueError: A prefetcher is already attached to the store. With two, each hint would reach only one of
+                them.
         """
         prefetcher = cls(store, config, compute)
         prefetcher._thread = Worker(prefetcher._run, name="tierstore-prefetcher")
@@ -384,9 +386,9 @@ class Prefetcher:
         self.close()
 
     async def ready(self, keys: Sequence[PageKey], by: float) -> int:
-        """Wait until all pages of the longest readable prefix of ``keys`` are in HBM, or until ``by``.
+        """Wait until all pages of the longest readable prefix of ``keys`` are in HBM, or until the time ``by``.
 
-        The call starts no copy, so give a hint first. It pins no page, so a lease that is acquired afterwards
+        This method starts no copies, so give a hint first. It pins no pages, so a lease that is acquired afterwards
         may find fewer pages in HBM.
 
         Args:
@@ -414,10 +416,10 @@ class Prefetcher:
     def stats(self) -> dict[str, object]:
         """Return the limits and the counters of the prefetcher.
 
-        ``read_bytes`` and ``loaded_bytes`` are the bytes whose promotion to HOST and to HBM was started.
-        ``prefetch_bytes`` in the counters of ``TierStore.stats`` shows how many prefetched bytes were used.
-        ``turned_away`` counts requests that were dropped because too many were expected, ``deadline_misses``
-        requests whose pages were not all in HBM in time, and ``faults`` unexpected errors.
+        ``read_bytes`` and ``loaded_bytes`` are the numbers of bytes whose promotion to HOST and to HBM,
+        respectively, was started. ``prefetch_bytes`` in the counters of ``TierStore.stats`` shows how many
+        prefetched bytes were used. ``turned_away`` counts requests that were dropped because too many were expected,
+        ``deadline_misses`` requests whose pages were not all in HBM in time, and ``faults`` unexpected errors.
         """
         loop = self._loop
         return {
@@ -441,8 +443,8 @@ class Prefetcher:
             timeout_s: Longest time to wait for a hint, in seconds.
 
         Returns:
-            The ``timeout_s`` for the next turn: the number of seconds after which there is work to do even
-                without a new hint.
+            The ``timeout_s`` for the next turn: the time in seconds after which there is work to do even if no new
+                hint arrives.
         """
         return self._loop.turn(timeout_s)
 
@@ -459,7 +461,7 @@ class Prefetcher:
                 return
             except Exception:  # noqa: BLE001 - a thread's top: count errors, log the first
                 if not self._faults:
-                    _log.exception("unexpected error in the prefetcher's thread; it continues (logged once)")
+                    _log.exception("unexpected error in the prefetcher thread, which continues (logged once)")
                 self._faults += 1
                 self._closing.wait(_AFTER_FAULT_S)
         # If close() timed out, a later take_hints of this thread may have attached the prefetcher again.
@@ -471,7 +473,7 @@ _attaching = Lock()
 _attached: WeakSet[Prefetcher] = WeakSet()
 """All attached prefetchers of this process. Protected by ``_attaching``.
 
-The references are weak, so that the set keeps no prefetcher or store alive.
+The references are weak, so the set keeps no prefetcher or store alive.
 """
 
 

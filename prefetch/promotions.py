@@ -1,10 +1,10 @@
 """The queue of pages to promote, with a limit on pages in flight.
 
-A caller adds pages of a hint that it wants in a tier (``want``), removes all waiting pages of a hint
-(``over``), and starts as many promotions as the limit allows (``advance``). The prefetcher refills its queue
-with each plan, in its own thread. The vLLM scheduler adds requests as they arrive and calls ``advance`` once
-per step. The queue pins no pages and has no lock. The store decides which pages to displace, starts nothing
-for a withdrawn hint (``TierStore.promote``), and counts how many of the promoted bytes are used.
+A caller adds those pages of a hint that it wants in a tier (``want``), removes all waiting pages of a hint
+(``over``), and starts as many promotions as the limit allows (``advance``). The prefetcher refills its queue with
+each plan, in its own thread. In vLLM, the scheduler adds requests as they arrive and calls ``advance`` once per
+step. The queue pins no pages and has no lock. The store decides which pages to displace, starts nothing for a
+withdrawn hint (``TierStore.promote``), and counts how many of the promoted bytes are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tierstore.types import PageKey, Promoted
 
 _NEXT_AT = 0.6
-"""Fraction of the time that it takes to copy one half of the window, after which the other half may start.
+"""The second half of the window may start after this fraction of the time that copying the first half takes.
 
 With a much smaller fraction, both halves would be copied in one wave.
 """
@@ -35,9 +35,9 @@ With a much smaller fraction, both halves would be copied in one wave.
 class LoadWindow:
     """A limit on the pages in flight to HBM, in two halves.
 
-    The second half is started while the first is being copied. Pages that are loaded in groups of layers
-    arrive together, at the end of a wave (``tierstore.gpu.copy_queue``). If new loads were started only after
-    that, the link would be idle until the next wave starts. This class reads no clock: callers pass the time.
+    The second half is started while the first is being copied. Pages that are loaded in groups of layers all arrive
+    at the end of a wave (``tierstore.gpu.copy_queue``). If new loads were started only then, the link would be idle
+    until the next wave starts. This class reads no clock: callers pass the time.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LoadWindow:
         Args:
             now: Current time in seconds, on a monotonic clock.
             arriving: Number of pages in flight to HBM now.
-            most: Maximum number of pages in flight to HBM. The window is not split if it is small.
+            most: Maximum number of pages in flight to HBM. A small window is not split into halves.
             page_s: Seconds per page on the link, 0 if unknown.
         """
         if most < 2 * PIECE_PAGES:
@@ -76,7 +76,7 @@ class Started(NamedTuple):
         hint: The hint of the want.
         covered: Keys of the want's pages that are now in the tier or in flight to it.
         started: Keys of the pages whose promotion was started by this call.
-        in_force: False if the hint has ended. The queue has then removed all its wants.
+        in_force: False if the hint has ended. All wants of the hint have then been removed from the queue.
     """
 
     hint: Hint
@@ -87,7 +87,7 @@ class Started(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """The pages that one call to ``want`` has added. Those in ``keys[done:]`` are still waiting.
+    """The pages that one call to ``want`` has added. The pages ``keys[done:]`` are still waiting.
 
     Pages of the hints in ``later`` may be displaced.
     """
@@ -103,16 +103,17 @@ _NOBODY = Hint("", 0, ())
 
 
 class PromotionQueue:
-    """The pages that wait to be promoted to each tier, and the limit on pages in flight.
+    """The pages waiting to be promoted to each tier, and the limit on pages in flight.
 
-    A want is the set of pages added by one call to ``want``. It leaves the queue when all its pages are in
-    the tier or in flight to it, when its hint has ended, when its next page is not readable in any tier, or
-    when ``over`` is called. Copies in flight then continue. Not thread-safe.
+    A want is the set of pages added by one call to ``want``. A want leaves the queue when all its pages are in the
+    tier or in flight to it, when its hint has ended, when its next page is not readable in any tier, or when
+    ``over`` is called. In all cases, copies in flight continue. Not thread-safe.
 
     Args:
         store: The store whose pages are promoted.
-        most: Maximum number of pages in flight. The attribute may be changed at any time.
-        passes: Number of wants at the head of the queue that ``advance`` may skip if they cannot start yet.
+        most: Maximum number of pages in flight. The attribute of this name may be changed at any time.
+        passes: Maximum number of wants that ``advance`` may skip at the head of the queue because they cannot start
+            yet.
         clock: Returns the time in seconds. Tests replace it.
     """
 
@@ -123,7 +124,7 @@ class PromotionQueue:
         self.load_s = 0.0
         """Seconds that the link takes to load one page into HBM, 0 if unknown. See ``LoadWindow.room``."""
         self.in_flight = 0
-        """Number of pages that the store was promoting at the last call to it."""
+        """Number of pages that the store was promoting when the queue last called it."""
         self._store = store
         self._passes = passes
         self._clock = clock
@@ -142,7 +143,7 @@ class PromotionQueue:
         return sorted(tier for tier, wants in self._wants.items() if wants)
 
     def left(self, hint: Hint) -> int:
-        """Return how many pages of the hint are waiting for their promotion to start."""
+        """Return how many pages of the hint are still waiting for their promotion to start."""
         return self._left[_mark(hint)]
 
     def want(
@@ -154,7 +155,7 @@ class PromotionQueue:
         later: Sequence[Hint] = (),
         order: tuple[float, ...] = (),
     ) -> None:
-        """Add pages of a ``will_need`` hint that are to be promoted to ``tier``. Starts nothing.
+        """Add pages of a ``will_need`` hint to be promoted to ``tier``. No promotion is started yet.
 
         Args:
             hint: The hint, which must be active.
@@ -202,12 +203,12 @@ class PromotionQueue:
         return keys[: self._promote(hint, keys, tier, later).covered]
 
     def look(self, tier: Tier) -> None:
-        """Ask the store how many pages are in flight, in all and to ``tier``. Starts nothing."""
+        """Ask the store how many pages are in flight, in total and to ``tier``. No promotion is started."""
         if self.in_flight:
             self._promote(_NOBODY, (), tier, ())
 
     def advance(self, tier: Tier, most: int | None = None) -> list[Started]:
-        """Start promotions of the pages that wait for ``tier``, in order, within the limits.
+        """Start promotions of the pages waiting for ``tier``, in order and within the limits.
 
         At most ``passes`` wants that cannot start yet are skipped. Wants that are finished leave the queue.
 

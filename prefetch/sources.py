@@ -3,7 +3,7 @@
 ``Waiting`` gives hints for the requests of a queue, which start one after another. ``ahead`` gives hints for
 the next documents of a batch. ``Sessions`` gives a hint for the next turn of each session, after the
 session's usual pause. The name of a hint is its ``request_id``. Each hint has a higher revision than the previous
-hint with the same name. If the store is closed, hints have no effect and raise no exception.
+hint of the same name. If the store is closed, hints have no effect and raise no exception.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def end(store: TierStore, name: str) -> None:
 
 
 KNOWN = 3
-"""Number of pauses that a session must have had before its next turn is predicted.
+"""Number of pauses that must be known before the next turn of a session is predicted.
 
-With fewer pauses, most predictions are wrong.
+With fewer pauses, most predictions would be wrong.
 """
 
 OVERDUE_S = 2.0
-"""Time in seconds for which a turn is still expected after its predicted start."""
+"""Time in seconds, after the predicted start of a turn, for which the turn is still expected."""
 
 _LAST = 32
 
@@ -95,13 +95,13 @@ class _Session:
 class Sessions:
     """A source of hints for chat sessions: predicts each session's next turn from its earlier pauses.
 
-    The expected pause is the median of the last 32 pauses of the session, once there are at least three.
-    Pages are never pinned. If there are more than 65,536 sessions, the session without a turn for the longest
-    time is forgotten. Thread-safe.
+    The expected pause is the median of the session's last 32 pauses. At least three pauses must be known. Pages are
+    never pinned. If there are more than 65,536 sessions, the session without a turn for the longest time is
+    forgotten. Thread-safe.
 
     Args:
         store: The store to give hints to.
-        name: Prefix of the hints' names. It is followed by a space and the session ID.
+        name: Prefix of the hint names. A space and the session ID follow it.
         clock: Returns the time in seconds. Tests replace it.
     """
 
@@ -177,12 +177,12 @@ class Sessions:
 
 
 _LEARN = 0.25
-"""Weight of the latest interval between two starts in the moving average that is the pace."""
+"""Weight of the latest interval between two starts in the pace, which is a moving average."""
 _MOVED = 0.25
 """Hints are renewed once an expected start has moved by this fraction of the time that remains until it."""
 _MOVED_S = 0.05
 _PATIENCE_S = 600.0
-"""Number of seconds for which a request's hint lasts beyond the expected start, if no request starts."""
+"""Time in seconds for which a request's hint stays active after the expected start if no request starts."""
 
 
 @dataclass(slots=True)
@@ -198,13 +198,13 @@ class Waiting:
     """A source of hints for a queue of requests, in the order in which they will start.
 
     The request at position n, counted from 0, is expected to start after n times the pace. The pace is a
-    moving average of the intervals between starts. Only the first ``most`` requests have hints; the others
-    get theirs when they move up. Pages are never pinned. On a closed store or without a prefetcher, hints
-    have no effect. Not thread-safe.
+    moving average of the intervals between starts. Only the first ``most`` requests have hints; the others get hints
+    when they move up. Pages are never pinned. On a closed store or without a prefetcher, hints have no effect. Not
+    thread-safe.
 
     Args:
         store: The store to give hints to.
-        name: Prefix of the hints' names. It is followed by a space and the request ID.
+        name: Prefix of the hint names. A space and the request ID follow it.
         pace_s: Initial value of the pace, in seconds.
         most: Number of requests at the head of the queue that have hints.
         clock: Returns the time in seconds. Tests replace it.
@@ -254,7 +254,7 @@ class Waiting:
         self._tell(now)
 
     def started(self, request_id: str) -> None:
-        """Remove a request that has its lease, or needs none. Its hint ends, and later requests move up.
+        """Remove a request that has its lease, or that needs no lease. Its hint ends, and later requests move up.
 
         Raises:
             KeyError: The request is not waiting.
@@ -347,10 +347,10 @@ def ahead(
 
     Args:
         store: The store to give hints to.
-        documents: The documents. The iterable is read no further ahead than the window.
+        documents: The documents. The iterable is not read beyond the window.
         keys_of: Returns the page keys of a document. Called once per document, when it enters the window.
         window: Number of documents after the current one for which to give hints, at least 1.
-        name: Prefix of the hints' names. Concurrent batches need different prefixes.
+        name: Prefix of the hint names. Concurrent batches need different prefixes.
         clock: Returns the time in seconds. Tests replace it.
 
     Returns:

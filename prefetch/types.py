@@ -42,7 +42,7 @@ class Machine:
         hbm_pages: Number of HBM slots that retained pages and expected requests may occupy.
         host_pages: Number of host slots that pages on the way to HBM may occupy. None: there is no
             host tier, and pages are read directly into HBM.
-        compute: Cost of computing pages. None: computing is never preferred to loading.
+        compute: Cost of computing pages. None: the planner never prefers computing to loading.
     """
 
     read_s: float
@@ -59,7 +59,7 @@ class Want:
     Attributes:
         request_id: ID of the request.
         keys: The keys of the full pages of its prompt.
-        tiers: The fastest tier of each page, for the prefix of ``keys`` that is readable now.
+        tiers: For each page in the prefix of ``keys`` that is readable now, the fastest tier that has it.
         deadline: The time at which the request is expected to start, inf if unknown.
         priority: Among wants with equal deadlines, those with a higher priority are served first. If
             priorities are equal too, wants are served in the order in which they were given.
@@ -76,7 +76,7 @@ class Want:
 class Retained:
     """Pages that are needed again by the time ``until``.
 
-    Those that are in HBM keep their slots there, unless wants with earlier deadlines need all of HBM.
+    Pages that are in HBM keep their slots, unless wants with earlier deadlines need all of HBM.
     """
 
     keys: tuple[PageKey, ...]
@@ -87,7 +87,7 @@ class Retained:
 class Promotion(NamedTuple):
     """A planned copy of consecutive pages of one request from ``src`` to ``dst``.
 
-    The copy takes place from time ``starts`` to time ``ends``. It has at most ``planner.PIECE_PAGES`` pages.
+    The copy takes place from time ``starts`` to time ``ends``. It contains at most ``planner.PIECE_PAGES`` pages.
     """
 
     request_id: str
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
     Attributes:
         load: Length of the prefix that will be in HBM. The remaining pages are computed, or wait for space.
         ready: The time at which all pages of that prefix are in HBM.
-        done: The time at which the whole prompt is computed. Without a deadline or a compute cost, this is
+        done: The time at which the whole prompt is computed. If the deadline or the compute cost is unknown, this is
             the later of ``ready`` and the deadline.
     """
 
@@ -115,7 +115,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of the planner: promotions in order of their starts, and an outcome for each request ID."""
+    """The result of the planner: promotions in the order of their start times, and an outcome for each request ID."""
 
     promotions: tuple[Promotion, ...]
     outcomes: Mapping[str, Outcome]

@@ -76,7 +76,7 @@ def test_an_error_is_counted_and_logged_once_and_the_prefetcher_continues(
     prefetcher._run()
     assert prefetcher.stats()["faults"] == 2
     assert [record.message for record in caplog.records] == [
-        "unexpected error in the prefetcher's thread; it continues (logged once)"
+        "unexpected error in the prefetcher thread, which continues (logged once)"
     ]
     store.close()
 

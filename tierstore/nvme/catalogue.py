@@ -1,9 +1,9 @@
 """The catalogue of one sub-directory: an LMDB environment that records where each page is stored.
 
-The ``catalogue`` tree maps the key of each page to a small ``Entry``. It is the only tree that is read in full
-when the tier opens. The ``pages`` tree maps the same keys to the head and payload of each record. It is empty if
-records are stored in extent files, which are in the same directory. One transaction changes both trees. The
-``meta`` tree contains a few values for the whole directory.
+The ``catalogue`` tree maps the key of each page to a small ``Entry``. Only this tree is read in full when the tier
+opens. The ``pages`` tree maps the same keys to the head and payload of each record. That tree is empty if records
+are stored in extent files, which are in the same directory. A page's entry and its record in LMDB change in the same
+transaction. The ``meta`` tree contains a few values for the whole directory.
 
 LMDB errors are raised unchanged. The writer and the readers turn them into a ``Failure`` for each page.
 """
@@ -162,7 +162,7 @@ class Catalogue:
         self.prepare_tombstones()
 
     def prepare_tombstones(self) -> None:
-        """Create or repair the tombstone file, so that it can be used even after the disk is full. Ignores OSError."""
+        """Create or repair the tombstone file, so that it is usable even on a full disk. Ignores OSError."""
         with suppress(OSError):  # retried when disk space is free or when the file is needed
             self.tombstones.prepare()
 
@@ -218,7 +218,7 @@ class Catalogue:
         )
 
     def room(self) -> int:
-        """Return how many more pages ``store`` can accept now if the record of each has the maximum size."""
+        """Return how many more pages ``store`` can accept now if every record has the maximum size."""
         if not self._known:
             self.live_nbytes, self._known = self._sum(), True
         return max(0, self._sizing.most_nbytes - self.live_nbytes) // self._sizing.record_nbytes
@@ -259,7 +259,7 @@ class Catalogue:
         return self._env.entry(key) is not None
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether a failed commit left it unknown which slot the entry of this page refers to.
+        """Return whether it is unknown, after a failed commit, which slot the entry of this page refers to.
 
         The next committed change of the entry ends this state.
         """
@@ -293,7 +293,7 @@ class Catalogue:
     def readers(self) -> set[tuple[int, str, int]]:
         """Return the open read transactions as (PID, thread, transaction ID).
 
-        LMDB does not reuse a freed LMDB page that one of these transactions may still read.
+        LMDB does not reuse a freed LMDB page while one of these transactions may still read it.
         """
         rows = (line.split() for line in self._env.readers().splitlines())
         return {(int(row[0]), row[1], int(row[2])) for row in rows if row[0].isdigit() and row[-1].isdigit()}
@@ -339,7 +339,7 @@ class Catalogue:
 
     @contextmanager
     def _changing(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """Open a write transaction. Afterwards, report its outcome to the record storage and update the counters."""
+        """Open a write transaction, report its outcome to the record storage, and update the counters."""
         self._change = 0
         try:
             with self._env.begin(write=True, buffers=True) as txn:
@@ -356,7 +356,7 @@ class Catalogue:
         self.num_records = self._count()
 
     def _replace(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Announce to the record storage that the entry of ``key`` changes, and subtract the old entry's size."""
+        """Tell the record storage that the entry of ``key`` changes, and subtract the size of the old record."""
         found = txn.get(key, db=self._env.catalogue)
         old = None if found is None else bytes(found)
         self._records.replaced(key, old)

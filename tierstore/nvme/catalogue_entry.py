@@ -40,11 +40,11 @@ STORED_NBYTES = slice(48, 56)
 PAGE_NUMBER = slice(56, 64)
 """Slice of an entry that contains ``page_number``, little endian.
 
-Versions before decision 026 read the record from the LMDB page with this number. New entries contain 0.
+Versions before decision 026 read the record from the LMDB page with this number. New entries contain 0 here.
 """
 
 CATALOGUE_SHARE = 1024
-"""Bytes in ``nbytes`` for the record's share of LMDB's leaf and branch pages in both trees.
+"""The part of ``nbytes`` that is the record's share of LMDB's leaf and branch pages in both trees.
 
 The value assumes that these LMDB pages are only 25 % full, the minimum.
 """
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 def slot_blocks(nbytes: _Number) -> _Number:
     """Return the length, in 4 KiB blocks, of the slot of an entry with this ``nbytes``.
 
-    This is also correct for entries that were written with slot sizes other than the current ones.
+    The result is also correct for entries that were written when the slot sizes were different.
     """
     return (nbytes - CATALOGUE_SHARE) // 4096
 

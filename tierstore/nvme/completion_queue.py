@@ -20,7 +20,7 @@ class Job:
 
     Not thread-safe: protected by the lock of the queue it is in.
 
-    Pages that take too long can be reported in a second ack, so that the first ack need not wait for them.
+    Pages that take too long can be reported in a second ack, so the first ack does not have to wait for them.
     """
 
     __slots__ = ("_acked", "_late", "_left", "_outcomes", "_spent", "next", "pages", "transfer")
@@ -147,8 +147,8 @@ class Outbox:
     def add_quietly(self, ack: Ack) -> None:
         """Queue ``ack`` without calling the ``wake`` callback.
 
-        An I/O thread uses this while it holds a lock, and calls ``wake`` after releasing the lock. ``submit_*``
-        uses this because its caller may hold a lock that the callback takes.
+        An I/O thread uses this while it holds a lock, and calls ``wake`` after releasing the lock. ``submit_*`` uses
+        this because the caller of ``submit_*`` may hold a lock that the callback takes.
         """
         with self._lock:
             self._acks.append(ack)
@@ -165,7 +165,7 @@ class Outbox:
             self._counts[name] += amount
 
     def counts(self) -> dict[str, int]:
-        """Return a copy of the counters. Counters that were never used are missing."""
+        """Return a copy of the counters. A counter that was never used is missing from it."""
         with self._lock:
             return dict(self._counts)
 

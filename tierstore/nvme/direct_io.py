@@ -40,7 +40,7 @@ def is_aligned(buffer: NDArray[np.uint8]) -> bool:
 
 
 def _address(buffer: NDArray[np.uint8]) -> int:
-    # Called twice per page read. numpy's ``__array_interface__`` is six times slower and needed only for
+    # Called twice per page read. numpy's ``__array_interface__`` is six times slower, and is needed only for
     # read-only buffers.
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer.data))
@@ -56,7 +56,7 @@ def set_direct(fd: int) -> None:
 _CANNOT_PREALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 """errno values of posix_fallocate on a file system that cannot preallocate.
 
-EINVAL is one of them: glibc's fallback writes single bytes, which a descriptor opened for direct I/O rejects.
+EINVAL is included because glibc's fallback writes single bytes, which a descriptor for direct I/O rejects.
 """
 
 _ZEROS_NBYTES = 8 << 20
@@ -90,15 +90,15 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
     while start < end:
         done = os.pwritev(fd, [zeros[: end - start].data], start)
         if not done:
-            raise OSError(errno.EIO, "a write of zeros to a file wrote 0 bytes")
+            raise OSError(errno.EIO, "writing zeros to a file wrote 0 bytes")
         start += done
 
 
 def works(directory: Path) -> bool:
     """Return whether direct I/O works in ``directory``.
 
-    Writes two blocks to a temporary file and reads them back. If the disk is full, reads one block of
-    LMDB's data file directly instead. Returns False on a mismatch, and on any error after the file was created.
+    Writes two blocks to a temporary file and reads them back. If the disk is full, instead reads one block of LMDB's
+    data file with direct I/O. Returns False on a mismatch, and on any error after the file was created.
 
     Raises:
         OSError: The temporary file cannot be created, and the disk is not full.
@@ -138,7 +138,7 @@ def reads_directly(path: Path) -> bool:
 def round_trip(fd: int) -> bool:
     """Write two blocks to the empty file ``fd`` with direct I/O, and return whether they read back unchanged.
 
-    Both the write and the read use two buffers. ``fd`` stays switched to direct I/O.
+    Both the write and the read use two buffers. ``fd`` remains in direct I/O mode.
 
     Raises:
         OSError: The file system does not support direct I/O, or the disk is full.

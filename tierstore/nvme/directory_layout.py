@@ -8,8 +8,8 @@
       <fingerprint>-<shard>.damaged-<n>/   a damaged sub-directory that was renamed; only purge deletes it
       *.damaged-<n>            an unusable marker or lock file that was renamed
 
-TierStore never touches files that it does not recognize. This module uses only the standard library, because
-the process that examines a directory before opening imports it.
+TierStore never touches files that it does not recognize. This module uses only the standard library, because it is
+also imported by the child process that examines a directory before it is opened.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ShardMarker:
 def claim(path: Path) -> Path:
     """Make ``path`` a home, or check that it is one, and return the resolved path.
 
-    A directory becomes a home only if it is missing or empty, or if a process died while making it a home. A
-    missing or damaged marker of an existing home is replaced, with one warning.
+    A path becomes a home only if it does not exist, if it is an empty directory, or if a process died while making
+    it a home. A missing or damaged marker of an existing home is replaced, with one warning.
 
     Raises:
         ConfigError: The directory contains other files, is the home of a newer version, or cannot be used. It
@@ -114,7 +114,7 @@ def claim(path: Path) -> Path:
 
 
 def missing_folders(folder: Path) -> tuple[Path, ...]:
-    """Return those of ``folder`` and its parents that do not exist, the innermost first."""
+    """Return which of ``folder`` and its parents do not exist, the innermost first."""
     return tuple(each for each in (folder, *folder.parents) if not os.path.lexists(each))
 
 
@@ -191,7 +191,7 @@ def _marker_fault(home: Path) -> str | None:
 
 
 def _has_own_shard(home: Path) -> bool:
-    """Return whether ``home`` has a sub-directory whose marker contains the fingerprint in the sub-directory's name."""
+    """Return whether ``home`` has a sub-directory whose marker has the fingerprint that is in the directory's name."""
     for directory, fingerprint, _ in shard_directories(home):
         marker = read_marker(directory)
         if marker is not None and marker.fingerprint == fingerprint:
@@ -288,7 +288,7 @@ def extent_sizes(directory: Path) -> dict[int, int]:
 
 
 def remove_extents(directory: Path) -> None:
-    """Delete all extent files. The caller must hold the lock, and no catalogue may refer to them."""
+    """Delete all extent files. The caller must hold the lock, and no catalogue may refer to the files."""
     for number in extent_sizes(directory):
         extent_path(directory, number).unlink(missing_ok=True)
 
@@ -382,7 +382,7 @@ def move_aside(path: Path) -> Path:
 
 
 def remove(directory: Path) -> bool:
-    """Delete TierStore's files in a sub-directory, and the sub-directory itself if it is then empty.
+    """Delete TierStore's files in a sub-directory, then the sub-directory itself if it is empty.
 
     The caller must hold the lock. Return whether the sub-directory itself was deleted.
     """
@@ -402,7 +402,7 @@ def remove(directory: Path) -> bool:
 
 
 def disk_nbytes(directory: Path) -> int:
-    """Return the disk space, in bytes, allocated to a sub-directory and TierStore's files in it.
+    """Return the disk space, in bytes, allocated to a sub-directory and to TierStore's files in it.
 
     Return 0 if the sub-directory does not exist.
     """
@@ -438,7 +438,7 @@ def write_json(path: Path, value: object) -> None:
 def odd_files(directory: Path) -> dict[str, str]:
     """Find files in a sub-directory that have TierStore's names but cannot be used.
 
-    Return what each one is, such as "a FIFO", by file name.
+    Return a mapping from file name to what the file is, such as "a FIFO".
     """
     names = sorted(path.name for path in directory.iterdir())
     # The tombstone file is excluded: if it is unusable, every page counts as erased.

@@ -28,7 +28,7 @@ def lock_path(directory: Path) -> Path:
 
 
 def clear_odd_lock(directory: Path) -> None:
-    """If something other than a regular file is in the lock file's place, rename it, and log a warning.
+    """Rename whatever is at the lock file's path if it is not a regular file, and log a warning.
 
     Nobody can hold a lock on such a file. Raises OSError if it cannot be renamed.
     """
@@ -54,7 +54,7 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 class FileLock:
     """An exclusive or shared lock, held until ``release`` or process exit.
 
-    It also excludes other users within the same process.
+    The lock also excludes other holders within the same process.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -105,10 +105,10 @@ class FileLock:
     def acquire(cls, path: Path) -> FileLock | int | None:
         """Acquire an exclusive lock on ``path``, creating the file if needed.
 
-        If the lock is held, wait up to 0.5 s, because the holder may be a process that only checks the lock.
+        If the lock is held, wait up to 0.5 s for it, because the holder may be a process that only checks the lock.
 
         Returns:
-            The lock, or the PID of the current holder. None if the PID is unknown or all holders are readers.
+            The lock, or the PID of the current holder (None if the PID is unknown or if all holders are readers).
 
         Raises:
             OSError: The file cannot be opened.
@@ -189,8 +189,8 @@ def locked_to_read(path: Path) -> Iterator[int | None]:
 
     Yield None if the data can be read, or the PID of the process that holds the lock (0 if it is unknown).
 
-    The lock is only checked, as in ``lock_holder``, if other readers hold it, or if the lock file cannot be
-    written (read-only file system, missing permission, full disk).
+    If other readers hold the lock, or if the lock file cannot be written (read-only file system, missing permission,
+    full disk), the lock is only checked, as in ``lock_holder``.
     """
     try:
         lock = FileLock.acquire(path)

@@ -28,7 +28,7 @@ _log = logging.getLogger("tierstore.nvme.opening")
 DEFAULT_READERS = 2
 """Number of reader threads if the disk was not measured."""
 
-_LOCK_NBYTES = 125 * 64  # 125 reader slots in LMDB's lock file, whose header fits into the same blocks
+_LOCK_NBYTES = 125 * 64  # 125 reader slots of LMDB's lock file; the file's header fits into the same blocks
 _MOST_LOCK_NBYTES = 64 << 10
 
 _BROKEN = (
@@ -46,7 +46,7 @@ _BROKEN = (
 
 
 class Traces:
-    """Paths that did not exist before an attempt to open, so that a failed attempt can remove what it created."""
+    """Paths that did not exist before an attempt to open a directory. A failed attempt removes what it created."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Record which of the home ``path``, its parents and its sub-directory ``name`` do not exist."""
@@ -105,7 +105,7 @@ class OpenShard(NamedTuple):
     def undo(self) -> None:
         """Release the lock and remove everything that was created when the sub-directory was opened.
 
-        Used if the tier could not be opened after all. The caller must have closed the environment.
+        Used if opening the tier fails later. The caller must have closed the environment.
         """
         self.traces.remove(self.lock)
 
@@ -126,8 +126,8 @@ def open_shard(
     Args:
         path: The home directory.
         marker: Fingerprint, shard, capacity and codec of the tier.
-        payload: "lmdb", "extents" or "auto". "auto" keeps the existing storage, or chooses by the capacity if
-            there is none.
+        payload: "lmdb", "extents" or "auto". "auto" keeps the storage of an existing directory, and chooses by the
+            capacity for a new one.
         readers: Number of reader threads. None: the number that was measured when the directory was created,
             or 2 if it was not measured.
         coding: How the writer encodes pages.
@@ -182,7 +182,7 @@ class FrozenShard(NamedTuple):
     readers: int
 
     def undo(self) -> None:
-        """Release the lock. Used if the tier could not be opened after all."""
+        """Release the lock. Used if opening the tier fails later."""
         self.lock.release()
 
 
@@ -258,7 +258,7 @@ def open_frozen(
 
 
 def _reason(error: OSError | lmdb.Error) -> str:
-    """Return the error's text without the errno and the file name, which the caller's message contains."""
+    """Return the error's text without the errno and without the file name, which the caller's message contains."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
@@ -492,7 +492,7 @@ def _foreign(directory: Path, marker: directory_layout.ShardMarker, flags: int =
 def _usable(
     opened: Callable[[], Catalogue], directory: Path, marker: directory_layout.ShardMarker
 ) -> Catalogue:
-    """Open the environment. Rename it if it is damaged, delete it if it is full, and then open an empty one."""
+    """Open the environment. If it is damaged, rename it; if it is full, delete it. Then open an empty one."""
     try:
         catalogue = opened()
     except _BROKEN as error:

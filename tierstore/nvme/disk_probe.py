@@ -17,7 +17,7 @@ from tierstore.nvme.direct_io import BLOCK, aligned, padded, probe_file, reserve
 from tierstore.threads import SharedFile
 
 NBYTES = 32 << 20
-"""Number of bytes that the benchmark writes to a file and then reads from at random offsets."""
+"""Size in bytes of the file that the benchmark writes and then reads at random offsets."""
 
 THREADS = (1, 2, 4, 8)
 
@@ -49,7 +49,7 @@ def ask(directory: Path, page_nbytes: int) -> Rates:
 
     Args:
         directory: A directory on the disk.
-        page_nbytes: Size of a page in bytes. A read has the same size, within 64 KiB to 2 MiB.
+        page_nbytes: Size of a page in bytes. Each read has this size, limited to the range from 64 KiB to 2 MiB.
 
     Raises:
         OSError: The file cannot be created, written or read, or the file system does not support O_DIRECT.

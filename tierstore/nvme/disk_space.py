@@ -36,7 +36,7 @@ _COPIED_PAGES = 3  # tree pages that LMDB copies to change one record; the old o
 _WATERMARK = 0.85  # maximum fraction of the map to fill; above it, runs of free pages become too short
 _WATERMARK_ENCODED = 0.80  # records of different lengths leave holes
 _BATCH_NBYTES = 16 * _MIB
-# Larger, because these batches are not kept in memory, and a commit takes 10 ms plus the time for its bytes.
+# Larger, because these batches are not kept in memory, and each commit takes 10 ms plus the time to write the bytes.
 _EXTENT_BATCH_NBYTES = 256 * _MIB
 _SLACK_NBYTES = 64 * _MIB  # for records that replace others
 _EXTENT_WATERMARK_ENCODED = (
@@ -55,7 +55,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Sizes of a tier in bytes, and the numbers of pages and keys that one transaction may write and erase.
+    """Sizes of a tier in bytes, and the maximum numbers of pages written and keys erased per transaction.
 
     A record takes at most ``record_nbytes``. While all records together take at most ``budget_nbytes``, the
     tier stays within its capacity.
@@ -133,8 +133,8 @@ def size_extents(
 ) -> Sizing:
     """Return the sizes of a tier with extent files.
 
-    The files and a full catalogue together fit into ``capacity`` bytes. Slots beyond the budget are for records
-    that replace others, for records that are still being read and, with a codec, for holes. The catalogue is
+    The files and a full catalogue together fit into ``capacity`` bytes. Slots beyond the budget are reserved for
+    records that replace others, for records that are still being read and, with a codec, for holes. The catalogue is
     large enough even if every record has the shortest slot.
 
     Args:
@@ -184,7 +184,7 @@ def size_extents(
 
 
 def _on_disk(stored_nbytes: int) -> int:
-    """Return the size in bytes of the LMDB pages that a record takes."""
+    """Return the total size in bytes of the LMDB pages that a record occupies."""
     return -(-(_VALUE_PREFIX + record_nbytes(stored_nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -221,8 +221,8 @@ def require_free(directory: Path, record_nbytes: int) -> None:
 def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | None:
     """Return a description of the disk's shortage of space if not even one more page fits, else None.
 
-    A directory that contains records may have less disk space than its capacity. If at least one more page
-    fits, this only logs a warning.
+    A directory that contains records may have less disk space than its capacity: if at least one more page fits,
+    only a warning is logged.
 
     Raises:
         ConfigError: The directory is new and the disk has less free space than ``marker.capacity``.
