@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FilePerPage(Contender):
-    """One file per page. Each file is synced to disk on its own, as the simplest possible disk tier would do."""
+    """One file per page. Each file is synced to disk separately, as in the simplest possible disk tier."""
 
     def write(self) -> None:
         for index, page in enumerate(self.load.pages):

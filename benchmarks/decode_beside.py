@@ -43,7 +43,7 @@ RATE = 54e9
 """Throughput of the simulated link in bytes/s."""
 SPEC = PageSpec(num_layers=32, page_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="beside")
 SLAB_PAGES = 16
-"""Number of pages in a staging buffer. Each of them costs a launch some driver calls and some Python code."""
+"""Number of pages in a staging buffer. For each buffer, a launch makes driver calls and runs Python code."""
 MOST_A_STEP = 1024
 _ALONE = 8
 """Number of steps before each restore."""
@@ -120,7 +120,7 @@ class Usage(NamedTuple):
     """The use of the processor so far, in seconds except for ``wakes``.
 
     Attributes:
-        step_s: Elapsed time, without the time in which other programs used the processor of the engine's thread.
+        step_s: Elapsed time, minus the time for which other programs used the core of the engine's thread.
         blocked_s: The part of ``step_s`` for which the engine's thread slept or waited for the GIL.
         cpu_s: CPU time of all other threads.
         wakes: How often other threads were woken up.
@@ -205,7 +205,7 @@ class Engine:
 
 
 def measured(pages: int, launches: int, documents: int) -> dict[str, float]:
-    """Measure steps with and without restores, in turn. Times are in milliseconds.
+    """Measure steps with and without restores, alternately. Times are in milliseconds.
 
     The result contains the mean length of a step and the part of it for which the engine's thread was blocked, the
     median time of a restore, and, per document, the CPU time and the wake-ups of all other threads.

@@ -80,7 +80,7 @@ def spec_of(model: PreTrainedModel, page_size: int) -> PageSpec:
 
 
 def spec_of_random(model: PreTrainedModel, page_size: int) -> PageSpec:
-    """Return the page specification of a model with random weights, without reading these for the identity."""
+    """Return the page specification of a model with random weights, without reading the weights for its identity."""
     return page_spec(model.config, page_size, model.dtype, "random")
 
 
@@ -104,8 +104,8 @@ def texts(folder: Path, files: Sequence[Path], documents: int, tokens: int) -> l
 class Answers:
     """A library of documents about which a model answers questions.
 
-    The last ``QUESTION`` tokens of each document are the question. The pages of the tokens before them are put into
-    the store on creation.
+    The last ``QUESTION`` tokens of each document are the question. The pages of the tokens before the question are put
+    into the store on creation.
 
     Args:
         store: The store.

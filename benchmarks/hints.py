@@ -179,7 +179,7 @@ def hint_rows(
 
 
 def place(store: TierStore, keys: Sequence[PageKey], tier: Tier) -> None:
-    """Bring a document's pages to ``tier``, and remove their copies above it.
+    """Bring a document's pages to ``tier``, and remove their copies from the tiers above.
 
     Raises:
         RuntimeError: Not all pages are in the tier afterwards.
@@ -273,7 +273,7 @@ _AT_ONCE = 32
 
 
 def page_spec(layers: int) -> PageSpec:
-    """Return a page specification: 64 tokens, 8 KV heads, head dimension 128, bfloat16. 32 layers take 8 MiB."""
+    """Return a page specification: 64 tokens, 8 KV heads, head dimension 128, bfloat16. A 32-layer page is 8 MiB."""
     return PageSpec(
         num_layers=layers, page_size=64, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="bench hints"
     )

@@ -1,8 +1,8 @@
 """Measures real vLLM engines on the CPU with a disk that is limited to a given throughput.
 
-Compares plain vLLM with the connector, with several questions at a time. Every contender has a process with an engine
-of its own. All engines stay open, and the contenders take turns: in each round every contender answers the same
-questions. Other work on the machine therefore slows all of them down alike.
+Compares plain vLLM with the connector, with several questions at a time. Every contender runs an engine in a separate
+process. All engines stay open, and the contenders take turns: in each round every contender answers the same questions.
+Other work on the machine therefore slows all of them down alike.
 
     python -m benchmarks.throttled_engine --vllm-python .venv-vllm/bin/python --json
 """
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("plain", "always", "if_faster")
 """The contenders by default: vLLM without the connector, and two values of the setting ``load``.
 
-``idle`` is also accepted: the connector as ``kv_consumer`` on an empty directory, which never loads nor stores.
+``idle`` is also accepted: the connector as ``kv_consumer`` on an empty directory, so that it neither loads nor stores.
 """
 _VOCABULARY = 512
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 3, 6, 2, 64, 32
@@ -58,9 +58,9 @@ class Workload:
         in_hbm: Number of documents that fit into the engine's own cache.
         at_a_time: Number of questions that are in the engine at the same time.
         asked: Number of times that each document is asked about in a round.
-        in_turn: Whether the documents are asked about in a fixed cyclic order. The next document has then always been
-            evicted from the engine's own cache and from host memory, unless all documents fit. Otherwise, the order
-            is random.
+        in_turn: Whether the documents are asked about in a fixed cyclic order instead of a random one. The next
+            document has then always been evicted from the engine's own cache and from host memory, unless all
+            documents fit.
         budget: Maximum number of tokens per step.
     """
 
@@ -244,7 +244,7 @@ def _equal(answers: list[list[int]], expected: list[list[int]] | None) -> float 
 
 
 class _Engine:
-    """An engine in a process of its own."""
+    """Starts an engine in a separate process, and exchanges messages with it."""
 
     def __init__(self, python: Path, folder: Path, work: Workload, name: str, rate: float) -> None:
         self.name = name
@@ -286,7 +286,7 @@ class _Engine:
     ) -> tuple[dict[str, float], list[list[int]]]:
         assert self._process.stdin is not None
         line = json.dumps({"orders": orders, "seed": seed, "rest": rest})
-        with suppress(BrokenPipeError):  # then there is no answer either
+        with suppress(BrokenPipeError):  # the process has ended, and reading its answer fails below
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         said = self._answers.readline()
@@ -304,7 +304,7 @@ class _Engine:
 
 
 class _Child:
-    """The engine, in the process that it runs in."""
+    """The engine, run by the separate process that ``_Engine`` starts."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self._work = work = Workload(**case["work"])

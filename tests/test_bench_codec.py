@@ -116,7 +116,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_codec_row_measures_a_known_error() -> None:
-    """Encode numbers that fp8 represents exactly, except 17 in K, which becomes 16. So the error is known."""
+    """Encode values that fp8 represents exactly, except 17 in K, which becomes 16. So the error is known."""
     spec = PageSpec(num_layers=1, page_size=2, num_kv_heads=1, head_dim=2, dtype="bfloat16", model="codec")
     numbers = np.array([256, 17, 256, 9, 1, 2, 3, 4], dtype=np.float32)
     page = (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)

@@ -46,7 +46,7 @@ def test_each_layout_prints_a_row_per_direction_and_how_its_blocks_are_divided()
 @pytest.mark.parametrize(
     ("layout", "strides"),
     [
-        # strides of [B, H, N, C], in numbers; a token's cell has 8 numbers, K next to V
+        # strides of [B, H, N, C], in elements; a token's cell has 8 elements, K next to V
         ("LBNHC", (64, 8, 16, 1)),
         ("LBHNC", (64, 32, 8, 1)),
         ("BLHNC", (3 * 64, 32, 8, 1)),

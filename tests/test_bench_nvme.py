@@ -103,7 +103,7 @@ def test_thread_that_holds_the_gil_is_detected() -> None:
 
     def hold() -> None:
         begin = perf_counter()
-        sum(range(20_000_000))  # one call into C that never releases the lock
+        sum(range(20_000_000))  # one call into C that never releases the GIL
         held.append(perf_counter() - begin)
 
     begin = perf_counter()

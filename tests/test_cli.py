@@ -345,7 +345,7 @@ def unprivileged(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     drop = (
         "import ctypes; libc = ctypes.CDLL(None)\n"
         "header = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"  # version 3, this process
-        "sets = (ctypes.c_uint32 * 6)()\n"  # effective, permitted, inheritable; then those above 31
+        "sets = (ctypes.c_uint32 * 6)()\n"  # effective, permitted and inheritable: bits 0-31, then 32-63
         "assert libc.capget(header, sets) == 0\n"
         "sets[0] &= ~2; sets[1] &= ~2; sets[2] &= ~2\n"  # CAP_DAC_OVERRIDE
         "assert libc.capset(header, sets) == 0\n"

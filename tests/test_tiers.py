@@ -262,7 +262,7 @@ class TestNvmeTierWithExp(TierContract):
         return EncodedDiskUnderTest(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), home)
 
     def pages(self, spec: PageSpec, number: int, seed: int = 0) -> list[Page]:
-        """Return pages whose numbers have similar exponents, so that ``exp`` can compress them."""
+        """Return pages whose elements have similar exponents, so that ``exp`` can compress the pages."""
         found = super().pages(replace(spec, dtype="bfloat16", head_dim=2 * spec.head_dim), number, seed)
         for page in found:
             page[1::2] = 0x3F

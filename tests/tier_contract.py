@@ -15,7 +15,7 @@ from tierstore.page import PageSpec
 Page = NDArray[np.uint8]
 
 SIZES = [(1, 1), (3, 1), (16, 64), (17, 5), (64, 64)]
-"""Pairs of tokens per page and head_dim. Pages have a few bytes to several disk blocks, mostly not aligned."""
+"""Pairs of tokens per page and head_dim. Pages take a few bytes to several disk blocks; most are unaligned."""
 
 
 def spec_of(size: tuple[int, int]) -> PageSpec:

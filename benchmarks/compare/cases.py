@@ -1,7 +1,7 @@
 """All cases of one model.
 
 There are two stores. The pages of one contain K and V of the model, and the pages of the other also contain K and V of
-a draft model. A case is a function that makes requests to one of them and yields a row for each request.
+a draft model. A case is a function that makes requests to one of these stores and yields a row for each request.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ AWAY = 5
 def chat(run: Comparison, texts: Sequence[Prompt], sizes: Sizes) -> Iterator[Row]:
     """Hold a chat of several turns, and yield a row for each turn.
 
-    Each answer is compared with that of the model without the store, which computes the whole conversation again. With
-    the store, a turn may compute only its new tokens and one more, even after a fork inside a page.
+    Each answer is compared with that of the plain model, which computes the whole conversation again. With the store, a
+    turn may compute only its new tokens and one more, even after a fork inside a page.
     """
     with PrefixCache(run.store, run.subject.model, salt=b"chat", timeout_s=PATIENCE_S) as chats:
         session, begin = chats.session("first"), sizes.short // 2

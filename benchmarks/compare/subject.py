@@ -195,7 +195,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def drafting(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a draft model: the same model without an eighth of its layers, with shared weights.
+    """Return a draft model that shares the weights of ``model`` but skips an eighth of its layers.
 
     The missing layers are those after the first two thirds. About half of the drafts are correct, so that both accepted
     and rejected drafts occur.
@@ -247,7 +247,7 @@ class Sizes:
     inside: int = 7
     """Number of tokens that a prompt shares with a stored one in the page in which it diverges."""
     tail: int = 60
-    """Length of the end of a prompt, which differs from the stored prompt."""
+    """Length of the part at the end of a prompt that differs from the stored prompt."""
     turn: int = 45
     """Length of a question in a chat."""
 
@@ -269,9 +269,10 @@ def read_texts(tokenizer: PreTrainedTokenizerBase, sizes: Sizes, paths: Sequence
 def mixed_batch(texts: Sequence[Prompt], sizes: Sizes) -> Question:
     """Return a batch of four prompts of different lengths, for a store that contains only the first text.
 
-    The prompts are the first text, a prompt that shares three quarters of its pages, a prompt that diverges from it
-    inside a page, and a new prompt. All rows of a batch start to compute at the same column. The new prompt is so short
-    that this column lies inside the page in which the third prompt diverges, so part of that page is reused.
+    The prompts are the first text, a prompt that shares three quarters of that text's pages, a prompt that diverges
+    from that text inside a page, and a new prompt. All rows of a batch start to compute at the same column. The new
+    prompt is so short that this column lies inside the page in which the third prompt diverges, so part of that page is
+    reused.
     """
     stored, *others = texts
     pages = sizes.long // sizes.page

@@ -29,8 +29,7 @@ MHA, ODD, MLA = Heads(2, 64, "bfloat16"), Heads(2, 80, "bfloat16"), Heads(1, 192
 def tensors_of(order: str, heads: Heads, device: str) -> list[torch.Tensor]:
     """Allocate KV tensors with the dimensions in this order. Return a view ``[B, H, N, C]`` of each layer.
 
-    Keys and values of different tokens and heads have very different magnitudes, so numbers of two of them cannot
-    share a scale.
+    Keys and values of different tokens and heads have very different magnitudes, so two of them cannot share a scale.
     """
     rows = [SIZES[letter] for letter in "LBHN"] + [heads.planes]
     dice = torch.Generator().manual_seed(1)

@@ -114,7 +114,7 @@ def refused(model: PreTrainedModel, prompt: list[int], match: str) -> Iterator[N
 
 
 def tiny_diff_llama() -> DiffLlamaForCausalLM:
-    """Return a small DiffLlama, which repeats each half of V and passes it to attention in a call of its own."""
+    """Return a small DiffLlama, which calls attention separately for each half of V, repeated to full length."""
     torch.manual_seed(0)
     config = DiffLlamaConfig(
         vocab_size=VOCABULARY,

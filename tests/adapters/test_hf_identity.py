@@ -396,7 +396,7 @@ class Int8Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with the numbers that the codes stand for. Only ``detach`` keeps the codes."""
+        """Compute with the dequantized weights. Only ``detach`` keeps the codes."""
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scales)
         plain = [each.codes * each.scales if isinstance(each, cls) else each for each in args]

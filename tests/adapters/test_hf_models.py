@@ -274,7 +274,7 @@ def test_no_model_class_is_answered_wrongly(part: int) -> None:
 
 
 def test_a_padded_batch_without_positions_is_refused_where_attention_shows_none() -> None:
-    """Use Ministral 3. It passes no positions to its attention, so K of a padded row would get positions too high."""
+    """Use Ministral 3. It passes no positions to its attention, so K of a padded row would get too high a position."""
     torch.manual_seed(0)
     config = Ministral3Config(
         vocab_size=VOCABULARY,

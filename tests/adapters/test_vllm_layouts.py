@@ -461,7 +461,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def require_close(found: torch.Tensor, stored: torch.Tensor, dim: int) -> None:
-    """Require that numbers differ by at most 1/250 of the largest number among 64 in a row, as int8 promises."""
+    """Require that an element differs by at most 1/250 of the largest one in its group of 64, as int8 promises."""
     for one, other in zip(
         torch.split(found.float(), dim, -1), torch.split(stored.float(), dim, -1), strict=True
     ):

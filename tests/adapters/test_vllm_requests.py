@@ -175,7 +175,7 @@ def test_request_with_the_id_of_an_aborted_load_is_not_reported_as_loaded() -> N
 
 
 def test_pages_of_a_declined_offer_are_not_stored_as_if_loaded() -> None:
-    """Abort a request between the offer and its load, which vLLM 0.33 can delay by some steps.
+    """Abort a request between the offer and its load, which vLLM 0.33 can delay by a few steps.
 
     The request owns blocks for the offered pages, but nothing has been loaded into them.
     """

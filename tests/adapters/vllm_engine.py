@@ -1,4 +1,4 @@
-"""Simulated vLLM: makes the calls of its scheduler and workers in their order, and checks each cell of the tensors.
+"""Simulated vLLM: makes the same calls in the same order as vLLM's scheduler and workers, and checks all KV cells.
 
 The content of a token's cell depends on all tokens up to it and on the epoch of the weights. A forward pass therefore
 raises AssertionError if it reads a cell of another page, of another group, of an unwritten block or of old weights.
@@ -85,7 +85,7 @@ class Request:
     elsewhere: int = 0
     """Leading tokens that another connector (of vLLM's ``MultiConnector``) loads if this connector offers none."""
     beside: bool = True
-    """Whether the other connector loads them while the request waits, or within the step in which it begins."""
+    """Whether the other connector loads these tokens while the request waits, or in the step in which it begins."""
 
     @property
     def num_tokens(self) -> int:
@@ -128,10 +128,10 @@ class Engine:
         ahead: Number of steps that are scheduled before the workers have done the first of them.
         kinds: The KV groups.
         interval: vLLM's ``prefix_cache_retention_interval`` for the connector. The engine's own cache keeps everything.
-        drafts: Numbers of the groups of a draft model.
+        drafts: Indices of the groups of a draft model.
         pinners: For some ranks, the object that page-locks the rank's host memory.
         clears: Whether new blocks are cleared before the connector is called, as in model runner V2.
-        more: Passed to the connector's extra configuration.
+        more: Further entries of the connector's extra configuration.
     """
 
     def __init__(
@@ -542,7 +542,7 @@ class Engine:
             return False
         before = len(self.pool.taken)
         if computed > here:
-            self.pool.grow(tables, computed)  # a state that is loaded has a block of its own
+            self.pool.grow(tables, computed)  # a state that is loaded has a separate block
         self.pool.grow(tables, end)
         if beside:
             del self.pool.taken[before:]  # vLLM does not clear blocks that a load fills

@@ -35,8 +35,9 @@ KINDS: tuple[tuple[Kind, ...], ...] = (
     (Kind(state=True),),
     (Kind(ring=True, size=4), Kind()),
 )
-"""KV groups of models: full attention; windows beside it; blocks of two sizes; local chunks; windows alone; recurrent
-states beside full attention, beside windows too, and alone; a ring, which is not stored, beside full attention.
+"""KV groups of models: full attention; full attention and a window; blocks of two sizes; local chunks and full
+attention; a window alone; recurrent states with full attention, with full attention and a window, and alone; full
+attention and a ring, which is not stored.
 """
 
 

@@ -25,7 +25,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 WINDOW = 16
 MOST_PARAMETERS = 120_000_000
 TOLERANCE = 1e-4
-"""Relative to the largest logit. A wrong page causes a far larger error (``Outcome.control``)."""
+"""Largest error allowed, relative to the largest logit. A wrong page causes a far larger one (``Outcome.control``)."""
 
 _TEXT: dict[str, Any] = {
     "attention_chunk_size": WINDOW,

@@ -48,7 +48,7 @@ def payload(request: pytest.FixtureRequest) -> str:
 
 
 def numbers(key: PageKey) -> torch.Tensor:
-    """Return a page of numbers that ``exp`` can compress."""
+    """Return a page that ``exp`` can compress."""
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
     return torch.randn(SPEC.shape, generator=generator).to(torch.bfloat16)
 
@@ -78,7 +78,7 @@ def fill(home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: s
 def require_answers(
     home: Path, keys: Sequence[PageKey], *, payload: str = "lmdb", codec: str = "none"
 ) -> int:
-    """Return how many pages of the sequence the store serves. Require that each is exact to the bit."""
+    """Return how many pages of the sequence the store serves. Require that each is bit-exact."""
     with store(home, payload=payload, codec=codec) as opened, opened.acquire(keys) as lease:
         assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
         for key, slot in zip(keys, lease.slots, strict=False):

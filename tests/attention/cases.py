@@ -98,7 +98,7 @@ class Scene:
         return out, lse
 
     def require_right(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Raise AssertionError unless both match the reference up to rounding."""
+        """Raise AssertionError unless ``out`` and ``lse`` match the reference up to rounding."""
         want, want_lse = attend(self.q, self.pages, self.table, torch.float64)
         blind = want_lse == -torch.inf
         assert torch.equal(lse == -torch.inf, blind)

@@ -34,7 +34,7 @@ def interpreted(instead: Mapping[str, Path] | None = None) -> ModuleType:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    # The interpreter runs reductions by these two functions in NumPy, and all other reductions number by number.
+    # The interpreter runs reductions by these two functions in NumPy, and all other reductions element by element.
     vars(module).update(larger=standard._elementwise_max, added=standard._sum_combine)
     return module
 

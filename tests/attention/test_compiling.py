@@ -50,7 +50,7 @@ def shared_memory(shape: Shape, tiles: Tiles, planes: int, capability: int) -> i
 
 @pytest.mark.parametrize(
     ("case", "rows"),
-    # The tiles of one new token a sequence, of many with large heads, and of latents
+    # Tiles for one new token per sequence, for many new tokens with large heads, and for latents
     lanes.some(
         [(LLAMA, 4), (LLAMA, 256), (GEMMA, 256), (SMOL, 256), (PHI, 1), (PHI, 256), (LATENT, 128)],
         lambda case, rows: (case, rows) in ((LLAMA, 4), (GEMMA, 256), (LATENT, 128)),

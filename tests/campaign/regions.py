@@ -51,7 +51,7 @@ def tree_regions(raw: bytes, records: set[int]) -> dict[str, list[Span]]:
 def large_values(raw: bytes, name: str) -> dict[bytes, int]:
     """Return, by key, the number of the first LMDB page of each large value in the tree ``name``.
 
-    A value is large if it has pages of its own.
+    A value is large if LMDB stores it in separate pages.
     """
     metas = [raw[page * BLOCK : (page + 1) * BLOCK] for page in (0, 1)]
     newest = max(metas, key=lambda meta: int.from_bytes(meta[_TXN_AT : _TXN_AT + 8], "little"))

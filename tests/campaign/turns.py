@@ -35,7 +35,7 @@ class Subject:
 
     @property
     def layout(self) -> PageLayout:
-        """Return the layout of a page: one KV group of 16-bit numbers."""
+        """Return the layout of a page: one KV group with 16-bit elements."""
         numbers, rest = divmod(self.page_nbytes, 4)
         tokens = 16 if numbers % 16 == 0 else 4
         assert not rest

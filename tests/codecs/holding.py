@@ -44,7 +44,7 @@ def words_of(numbers: NDArray[np.float32], dtype: str) -> Bytes:
 
 
 def values_of(page: Bytes, spec: PageSpec, offset: int = 0) -> Doubles:
-    """Return the numbers of one group exactly, in float64 and in the spec's shape."""
+    """Return the exact elements of one KV group as float64, in the spec's shape."""
     raw = page[offset : offset + spec.page_nbytes]
     if spec.dtype == "bfloat16":
         numbers: NDArray[Any] = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
@@ -130,7 +130,7 @@ def assert_holds(codec: Lossy, layout: PageLayout, page: Bytes) -> None:
 
 
 def sharing(name: str, plane: str, shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """Return an index for each number, ``[layers, tokens, heads, dim]``. Numbers that share a scale share an index."""
+    """Return an index per element, ``[layers, tokens, heads, dim]``. Elements that share a scale share an index."""
     layers, _, tokens, heads, dim = shape
     layer, token, head, at = np.indices((layers, tokens, heads, dim))
     parts: tuple[NDArray[np.intp], ...]
@@ -164,14 +164,14 @@ def _within(scheme: Scheme, dtype: str, shares: NDArray[np.intp], before: Double
     worst = np.unravel_index(np.argmax(errors - allowed), errors.shape)
     assert errors[worst] <= allowed[worst], f"{before[worst]} came back as {after[worst]}"
     members = int(np.bincount(shares.reshape(-1)).max())
-    scale = max(np.abs(before).max(), 1e-300)  # the squares of the largest numbers would overflow
+    scale = max(np.abs(before).max(), 1e-300)  # the squares of the largest elements would overflow
     norm, moved = np.linalg.norm(before / scale), np.linalg.norm(errors / scale)
     slack = TINY[dtype] / scale * before.size**0.5
     assert moved <= bound.frobenius(members, dtype) * norm + slack
 
 
 def _extents(numbers: Doubles, shares: NDArray[np.intp], *, signed: bool) -> Doubles:
-    """Return for each number the largest magnitude (if ``signed``) or the range of the numbers that share its scale."""
+    """Return, per element, the largest magnitude (if ``signed``) or the range of all elements that share its scale."""
     high = np.full(int(shares.max()) + 1, -np.inf)
     low = -high
     np.maximum.at(high, shares, np.abs(numbers) if signed else numbers)
@@ -180,5 +180,5 @@ def _extents(numbers: Doubles, shares: NDArray[np.intp], *, signed: bool) -> Dou
 
 
 def without_zstd(codec: Lossy) -> Lossy:
-    """Return the codec without zstd. It gives the same numbers, and all parts of its payload have fixed offsets."""
+    """Return the codec without zstd. Decoded pages are the same, and all parts of a payload have fixed offsets."""
     return replace(codec, zstd=False)

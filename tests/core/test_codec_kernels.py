@@ -59,7 +59,7 @@ def some_pages(layout: PageLayout, features: frozenset[str], number: int = 2) ->
 
 
 def all_subnormal(page: Bytes, layout: PageLayout) -> Bytes:
-    """Clear the exponents of the page's numbers, so that they are subnormal, and return the page."""
+    """Clear the exponents of the page's elements, so that they are subnormal, and return the page."""
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         if spec.kind != "state" and spec.dtype in FLOATS:
             page[offset : offset + spec.page_nbytes].view(WORDS[spec.dtype])[:] &= NO_EXPONENT[spec.dtype]

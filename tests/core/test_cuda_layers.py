@@ -190,7 +190,8 @@ def test_each_transfer_is_given_its_share_of_the_time() -> None:
     while len(acks) < 2:
         rig.up.run()
         acks += rig.engine.poll()
-    # A launch takes 2 ms here. Each transfer's first group is launched alone, the other three for both together.
+    # A launch takes 2 ms here. Each transfer's first group is launched alone. Each launch of the other three
+    # groups serves both transfers.
     assert [ack.seconds for ack in acks] == pytest.approx([0.002 + 3 * 0.0005, 0.002 + 3 * 0.0015])
     assert rig.engine.close(PATIENCE_S)
 

@@ -154,14 +154,14 @@ SHAPES = [
 ]
 """Dtype, tokens, KV heads and head dimension of a page.
 
-The cases are, in order: one group of tokens, two groups, a group and one more token, rows of an odd size, few
-numbers, and two other dtypes.
+The cases are, in order: one group of tokens, two groups, a group and one more token, rows of an odd size, few elements,
+and two other dtypes.
 """
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    # Every shape with int8 (a byte per number), three with int4 (half a byte), and one with every other codec
+    # Every shape with int8 (a byte per element), three with int4 (half a byte), and one with every other codec
     lanes.some(
         product(NAMES, SHAPES),
         lambda name, shape: name == "int8" or shape == SHAPES[0] or (name == "int4" and shape in SHAPES[2:4]),
@@ -187,7 +187,7 @@ def test_pages_of_several_kv_groups_are_loaded(name: str) -> None:
 
 
 def test_layouts_that_a_tile_cannot_hold_are_not_fetched() -> None:
-    left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # each head is divided into 64 and 16 numbers
+    left = PageLayout.of(spec_of("bfloat16", 2, 32, 2, 80))  # each head is divided into 64 and 16 elements
     kept = PageLayout.of([spec_of("bfloat16", 2, 32, 2, 64), spec_of("uint8", 2, 32, 1, 7, 1)])
     for layout in (left, kept):
         assert not can_fetch(LOSSY["int8"], layout)

@@ -100,7 +100,7 @@ def test_memory_serves_while_the_disk_refuses_writes_and_the_disk_recovers(
 def test_filesystem_filled_by_others_makes_the_tier_read_only_until_space_is_freed(
     tmp_path: Path, payload: str
 ) -> None:
-    # F056: a filesystem of 6 MiB, in a mount namespace of its own
+    # F056: a 6 MiB filesystem, in a separate mount namespace
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         allowed = subprocess.run(

@@ -361,7 +361,7 @@ def test_steady_inserts_reach_the_disk_and_return_through_a_host_half_the_size_o
 
 @pytest.mark.parametrize(("threads", "number"), [(16, 1), (16, 3), (16, 5)])
 def test_allocate_is_atomic_and_gives_all_slots_or_none(tmp_path: Path, threads: int, number: int) -> None:
-    # F036: 16 threads empty one pool. None gets fewer slots than requested, or an error except CapacityError.
+    # F036: 16 threads empty one pool. No thread gets fewer slots than requested, or an error other than CapacityError.
     barrier = Barrier(threads)
     errors: list[BaseException] = []
     got: list[int] = []

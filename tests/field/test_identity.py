@@ -288,10 +288,10 @@ def test_a_record_stored_under_a_key_that_is_not_its_own_is_a_miss_and_counted(
 
 
 def test_keys_are_256_bit_digests_of_every_token() -> None:
-    # F016: the keys of 1000 pages that differ in one token differ in each 64 bits of the digest
+    # F016: the keys of 1000 pages that differ in one token differ in each 64-bit part of the digest
     pages = [page_keys([*range(3), token], page_size=4, namespace=b"n")[0] for token in range(1000)]
     assert {len(key) for key in pages} == {36}
-    for start in range(0, 32, 8):  # each 64 bits alone distinguish the pages
+    for start in range(0, 32, 8):  # each 64-bit part alone distinguishes the pages
         assert len({key[start : start + 8] for key in pages}) == 1000
 
 

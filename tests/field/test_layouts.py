@@ -216,7 +216,7 @@ def test_groups_of_different_shapes_and_dtypes_keep_their_own_geometry_in_every_
 
 
 def test_groups_of_different_page_sizes_are_refused_by_name() -> None:
-    # F076: such groups would need keys of their own. They must not be treated as groups of one page size.
+    # F076: such groups would need separate keys. They must not be treated as groups of one page size.
     with pytest.raises(ConfigError, match=r"KV groups must have the same page_size, got 4, 16"):
         TierStore.open(tiers(4, 4), (group(0), group(1, page_size=16)))
 

@@ -310,7 +310,7 @@ def test_other_words_for_read_only_are_refused(tmp_path: Path, text: object) -> 
 
 @pytest.mark.parametrize("home", [pytest.param("lmdb", marks=pytest.mark.deep), "extents"], indirect=True)
 def test_a_read_only_mount_is_read(home: Path) -> None:
-    # A bind mount in a mount namespace of its own is read-only even for root
+    # A bind mount in a separate mount namespace is read-only even for root
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         allowed = subprocess.run([*namespace, "true"], capture_output=True, check=False)

@@ -104,7 +104,7 @@ def keys() -> Tree:
 def loss_classes(scratch: Path) -> Tree:
     """Return a key and the directory names for every codec of host memory and of disk.
 
-    Both depend on what the codec loses.
+    Both the key and the names depend on the codec's loss class.
     """
     found: dict[str, Tree] = {}
     pairs = [(host, "none") for host in HOST_CODECS] + [(None, disk) for disk in DISK_CODECS]

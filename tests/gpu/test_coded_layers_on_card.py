@@ -30,7 +30,7 @@ def spec_of(head_dim: int) -> PageSpec:
 
 
 def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
-    """Encode and decode a page on the CPU. Return it as int16 ``[layers, numbers of a layer]``."""
+    """Encode and decode a page on the CPU. Return it as int16 ``[layers, elements per layer]``."""
     layout = PageLayout.of(spec)
     held = HostFormat.of(name, layout)
     slot = np.zeros(held.slot_nbytes, dtype=np.uint8)
@@ -45,7 +45,7 @@ def lossy(page: torch.Tensor, name: str, spec: PageSpec) -> torch.Tensor:
         ("int8", 256, "from host memory", 4),
         ("fp8", 256, "from host memory", 4),
         ("k8v4", 256, "from host memory", 4),
-        ("int8", 528, "on the card, batch", 2),  # through slabs; the last 16 numbers of a head share a scale
+        ("int8", 528, "on the card, batch", 2),  # through slabs; the last 16 elements of a head share a scale
     ],
 )
 def test_layers_are_right_once_their_events_complete(

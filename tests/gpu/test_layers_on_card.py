@@ -26,7 +26,7 @@ ROUNDS = 1000
 
 
 class Content:
-    """The content of all pages, on the GPU. ``pages`` is int16 ``[NAMES, PAGES, layers, numbers of a layer]``."""
+    """The content of all pages, on the GPU. ``pages`` is int16 ``[NAMES, PAGES, layers, elements per layer]``."""
 
     def __init__(self) -> None:
         chance = torch.Generator("cuda:0").manual_seed(3)
@@ -39,7 +39,7 @@ class Content:
         self.layers_read = 0
 
     def words(self, bench: Bench) -> torch.Tensor:
-        """Return a view of all slots as int16 ``[slots, layers, numbers of a layer]``."""
+        """Return a view of all slots as int16 ``[slots, layers, elements per layer]``."""
         pages = page_tensor(bench.store).view(torch.int16)
         return pages.view(len(pages), SPEC.num_layers, -1)
 

@@ -1,7 +1,7 @@
 """Test the ordering of copies on a GPU.
 
 A copy must read a page only after the page's last write, and overwrite a slot only after the slot's last use. The CPU
-does not wait for either.
+waits for neither the write nor the use.
 """
 
 from __future__ import annotations

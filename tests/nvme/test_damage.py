@@ -137,7 +137,7 @@ def test_two_damaged_directories_are_kept_apart(home: Path) -> None:
 
 @pytest.fixture
 def own_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start the process that checks a directory as the product does, by ``subprocess``. Most tests fork it instead."""
+    """Start the process that checks a directory in the way the product does: with ``subprocess``. Most tests fork."""
     monkeypatch.setattr(examination, "subprocess", subprocess)
 
 

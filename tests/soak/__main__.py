@@ -4,7 +4,7 @@
 
 The parent runs one client process after the other on the same directory. Most are killed with SIGKILL at a random
 moment; the others close the store. Sometimes the directory is damaged between two clients. Each client first reads back
-every page that the store offers. One more client runs as long as the soak, on a store of its own. The last line is one
+every page that the store offers. One more client runs as long as the soak, on a separate store. The last line is one
 JSON object; the exit status is 0 only if nothing went wrong.
 """
 

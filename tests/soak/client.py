@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[Path, int, Account], Client]] = {
     "llama": _llama,
     "alone": lambda home, seed, account: OwnClient(home, seed, account, threads=1),
 }
-"""Kinds of clients. ``alone`` is the client that runs as long as the soak, on a store of its own."""
+"""Kinds of clients. ``alone`` is the client that runs as long as the soak, on a separate store."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ PROMPTS = [
     for i in range(9)
 ]
 SECRETS = [BEGINNINGS[i][: 2 * PAGE] + _tokens(3 * PAGE, 200 + i) for i in range(2)]
-"""Prompts that are stored memory-only or not at all. A later process must not be offered pages that only they have."""
+"""Prompts that are stored memory-only or not at all. A later process must not find pages that only they contain."""
 SHARED_PAGES = 2
 
 

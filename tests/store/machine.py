@@ -538,6 +538,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_everyone_go()
         directory = self.running.directory
         if directory.space.failing:
-            # Timed retries are disabled during a test, and only they try a failed copy again if nobody puts a page.
+            # A failed copy is retried by a timer or when a page is put. Timers are disabled during a test.
             directory.writeback._next_spill = directory.writeback._next_try = 0.0
         require_nothing_held(self.running.store, self.patience_s)

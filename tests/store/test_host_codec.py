@@ -281,7 +281,7 @@ def test_a_store_of_only_unrepresentable_pages_continues() -> None:
 def test_disk_pages_of_the_same_loss_class_are_read_with_any_codec(tmp_path: Path) -> None:
     """Reopen a directory that was written with a codec only on disk, now with a codec in HOST.
 
-    One page is stored raw, because int8 cannot represent its infinity. The second store cannot read that page into
+    One page is stored raw, because int8 cannot represent its infinity. The second store cannot read this page into
     HOST, so it reports the page as missing.
     """
     keys, odd = chain(3, "a"), chain(2, "b")
@@ -398,7 +398,7 @@ def test_archive_moves_encoded_pages_between_equal_stores(tmp_path: Path, flushe
     """Export pages of a store that encodes them, and import them into a second such store.
 
     Pages on disk are exported encoded, pages that are only in memory decoded. The second store encodes decoded pages
-    again, so their numbers may differ slightly.
+    again, so these pages may differ slightly.
     """
     keys = chain(3, "a")
     with open_store(tmp_path / "one" if flushed else None) as store:

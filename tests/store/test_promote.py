@@ -169,7 +169,7 @@ def test_page_shared_by_hints_is_displaced_only_if_all_of_them_are_later(
     assert store.drain(PATIENCE_S)
     first = need(store, "first", sooner)
     assert store.promote(first, sooner, Tier.HBM, over=[third]).keys == ()
-    assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # no page was evicted in vain
+    assert store.promote(first, sooner, Tier.HBM, over=[second]).keys == ()  # no page was evicted for nothing
     assert store.promote(first, sooner, Tier.HBM, over=[second, third, fourth]).keys == tuple(sooner)
     assert store.match(own).tiers == (Tier.HOST,)
     assert store.promote(need(store, "too", more), more, Tier.HBM, over=[second, third]).keys == tuple(more)
@@ -309,7 +309,7 @@ def avoided(store: TierStore) -> float:
 
 
 def know_rates(bench: Bench, **rates: float) -> None:
-    """Set the measured throughput of edges in bytes per second, in place of what transfers have measured."""
+    """Set the throughput of edges in bytes per second, in place of the measured values."""
     for edge, rate in rates.items():
         src, dst = edge.split("_")
         bench.directory.transfers.rates[Tier[src], Tier[dst]] = rate

@@ -313,7 +313,7 @@ def test_every_kind_of_invalid_key_is_a_value_error_and_changes_nothing(
 
 @pytest.mark.parametrize("strange", ["a" * 36, b"a" * 35, 0])
 def test_invalid_parent_is_a_value_error_and_changes_nothing(store: TierStore, strange: PageKey) -> None:
-    """An invalid parent would make a whole batch of disk writes fail, with the pages of other callers in it."""
+    """An invalid parent would make a whole batch of disk writes fail, including pages of other callers."""
     slots = store.allocate(1)
     with pytest.raises(ValueError, match=r"a parent must be a page key of 36 bytes"):
         store.put(chain(1), slots, parent=strange)

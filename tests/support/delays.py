@@ -32,7 +32,7 @@ The threads that a test starts make fewer calls.
 
 
 class Manner(NamedTuple):
-    """The fraction of calls in this checkout's files that are delayed, and the delays to choose from."""
+    """The fraction of delayed calls among those in this checkout's files, and the delays to choose from."""
 
     share: float
     seconds: Sequence[float]

@@ -43,8 +43,8 @@ Tests can then compare every byte although the store has a lossy codec.
 def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
     """Return the content of a key's page as a tensor of ``spec.shape``: random bytes derived from the key.
 
-    If ``STEADY`` is set, the bytes are numbers that its codec does not change. Compare pages with ``same``, because
-    some of the numbers are NaN.
+    If ``STEADY`` is set, the codec that it names does not change the page. Compare pages with ``same``, because some
+    elements are NaN.
     """
     raw = shake_128(key + spec.fingerprint.encode()).digest(spec.page_nbytes)
     if STEADY is not None:
@@ -58,8 +58,8 @@ def content(key: PageKey, spec: PageSpec = SPEC) -> torch.Tensor:
 def _steady(raw: bytes, spec: PageSpec, name: str) -> bytes:
     """Return a page that the codec ``name`` does not change.
 
-    It has only a few different integers, so that its codes can be compressed. It is encoded and decoded until nothing
-    changes any more.
+    Its elements are a few different integers, so that the codec can compress the page. The page is encoded and decoded
+    until it no longer changes.
     """
     layout = PageLayout.of(spec)
     encoder, decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)

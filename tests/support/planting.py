@@ -132,9 +132,9 @@ def load(subject: ModuleType, bug: Bug | None = None, package: str | None = None
 def install(patch: pytest.MonkeyPatch, subject: ModuleType, bug: Bug | None = None) -> ModuleType:
     """Replace the module that has the bug, or the subject if there is no bug, with a copy, and return the copy.
 
-    Until the patch is undone, every loaded module of the product and the tests that has imported the original classes
-    and functions uses those of the copy instead. The bug is searched for in the subject's package. Raises
-    AssertionError as ``find`` does.
+    Until the patch is undone, all loaded modules of the product and the tests use the copy's classes and functions in
+    place of those that they have imported. The bug is searched for in the subject's package. Raises AssertionError as
+    ``find`` does.
     """
     name = subject.__name__ if bug is None else find(_package(subject), bug)
     real = importlib.import_module(name)
@@ -153,9 +153,9 @@ def install(patch: pytest.MonkeyPatch, subject: ModuleType, bug: Bug | None = No
 
 
 def write(package: str, bug: Bug, folder: Path) -> dict[str, Path]:
-    """Plant the bug in a copy of its module, in ``folder``. Return the path of the copy, keyed by the module's name.
+    """Plant the bug in a copy of its module, in ``folder``. Return {dotted name of the module: path of the copy}.
 
-    The name is dotted. Raises AssertionError as ``find`` does.
+    Raises AssertionError as ``find`` does.
     """
     name = find(package, bug)
     path = folder / "planted.py"

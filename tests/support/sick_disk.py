@@ -98,7 +98,7 @@ def hold_clock(tier: NvmeTier) -> None:
 
 
 def time_is_up(tier: NvmeTier, *, reads: int = 0) -> None:
-    """Make the operations that hang now time out: ``reads`` reads, and a write if one is in progress.
+    """Make the operations that are hanging time out: ``reads`` reads, and a write if one is in progress.
 
     First wait until all other reads have ended.
     """

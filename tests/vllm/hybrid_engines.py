@@ -20,7 +20,7 @@ class Plain(NamedTuple):
     answers: list[list[int]]
     """The answers to the prompts, asked one after the other."""
     alike: bool
-    """Whether the answers are the same if the prompts are asked together. Some of vLLM's CPU kernels round otherwise
+    """Whether the answers are the same if the prompts are asked together. Some of vLLM's CPU kernels round differently
     if other requests are in the same step.
     """
     steady: bool

@@ -48,7 +48,7 @@ def qwen3_next() -> PretrainedConfig:
 
 
 def nemotron_h() -> PretrainedConfig:
-    """Return a config with Mamba 2, attention and MLP layers in turn."""
+    """Return a config with alternating Mamba 2, attention and MLP layers."""
     return transformers.NemotronHConfig(
         **_COMMON,
         layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],

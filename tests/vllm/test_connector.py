@@ -33,7 +33,7 @@ from tests.vllm.runner import (
 pytestmark = pytest.mark.vllm
 
 PAGE = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per element."""
 
 PROMPTS = documents(6, 12)
 TOKENS = 24
@@ -139,7 +139,7 @@ def test_int8_keeps_almost_twice_as_many_pages_in_memory_and_answers_stay_close(
     in_memory = found['vllm:tierstore_pages{"state": "resident", "tier": "HOST"}']
     free = found['vllm:tierstore_pages{"state": "free", "tier": "HOST"}']
     assert in_memory == found['vllm:tierstore_hits_pages{"tier": "HOST"}'] == every == 36
-    assert in_memory + free == 20 * 128 // 66  # 38 pages in the memory of 20
+    assert in_memory + free == 20 * 128 // 66  # 38 encoded pages in the space of 20
     assert clean == "clean"
 
     restarted, found, clean = life("int8", 6, first_tokens(PROMPTS), counts(), check())

@@ -110,7 +110,7 @@ def test_mla_of_two_ranks_is_restored_as_by_the_cache_of_vllm(mla_engines: Engin
         "tensor_parallel_size": 2,
         "block_size": 16,
     }
-    # Decoding rounds otherwise than a prefill, so answers are compared with those after hits in vLLM's own cache.
+    # Decoding rounds differently from a prefill, so answers are compared with those after hits in vLLM's own cache.
     _, own, none, _, host, _, leaks, found = mla_engines.life(
         [
             ask(prompts, tokens),

@@ -19,7 +19,7 @@ from tests.vllm.test_connector import cached, tokens_of
 pytestmark = pytest.mark.vllm
 
 CHUNK = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per element."""
 
 PROMPTS = documents(6, 12)
 TOKENS = 24

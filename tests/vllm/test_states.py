@@ -85,7 +85,7 @@ def test_restored_states_answer_as_plain_vllm(
         check(),
         fail_loads(0),
         interrupted(prompts, TOKENS, ["reset", "sleep 1", "reset", "sleep 2"], every=6),
-        sleep(),  # forgets the pages of the interrupted requests, which some kernels round otherwise
+        sleep(),  # drops the pages of interrupted requests: some kernels round differently for these
         ask(prompts, TOKENS),
         spoil_states(),
         reset(),
@@ -135,7 +135,7 @@ def test_hits_end_inside_a_block_where_vllm_keeps_states_there(
     )
     expected = tokens_of(plain)
     assert cached(own) == cached(own_together) == whole
-    alike = tokens_of(own_together) == tokens_of(own)  # else answers depend on the other requests in a step
+    alike = tokens_of(own_together) == tokens_of(own)  # if not, the requests in a step affect each other
 
     cold, _, host, _, together, turns, clean = model.life(
         ask(prompts, TOKENS),

@@ -18,7 +18,7 @@ from tests.vllm.runner import Engines, ask, connector, counts, tiers
 pytestmark = pytest.mark.vllm
 
 PAGE = 30 * 32 * 2 * 3 * 64 * 4
-"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number."""
+"""Bytes of a block: layers x tokens x 2 (K and V) x heads x head dimension x bytes per element."""
 
 DOCUMENTS = documents(12, 48)
 TOKENS = 8

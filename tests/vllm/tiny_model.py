@@ -21,7 +21,7 @@ from transformers import (
 
 VOCABULARY = 512
 PAGE_NBYTES = 2 * 32 * 2 * 4 * 32 * 4
-"""Bytes of a page: layers x tokens x 2 (K and V) x heads x head dimension x bytes per number.
+"""Bytes of a page: layers x tokens x 2 (K and V) x heads x head dimension x bytes per element.
 
 In the models with windows, this is the size of a page of each group.
 """
