@@ -1,7 +1,7 @@
 """Estimates how long a model takes to compute prompt tokens, from the durations of its steps.
 
-A step is one forward pass over a batch. TierStore's scheduler for vLLM uses the estimate to decide whether
-pages on disk are worth loading. The transformers adapter uses it to decide how long a request waits for
+A step is one forward pass over a batch. The vLLM connector uses the estimate to decide whether pages on
+disk are worth loading. The transformers adapter uses it to decide how long a request waits for
 stored pages.
 """
 
@@ -56,16 +56,16 @@ class ComputeRate:
     compilation and allocation.
 
     Args:
-        least_tokens: A good step has at least this many prompt tokens, and little else. The default suits a GPU.
-        rough: Whether the first good step and steps that are not good are measured as well until a second good step
-            has ended. They overestimate the time, because a token takes longer in a small step and other tokens take
-            time too.
+        least_tokens: A good step has at least this many prompt tokens, and few other tokens. The default suits a GPU.
+        rough: Whether to measure also the first good step, and steps that are not good, until a second good step has
+            ended. Such measurements overestimate the time, because a token takes longer in a small step and the
+            step's other tokens take time too.
     """
 
     def __init__(self, least_tokens: int = _LEAST_TOKENS, *, rough: bool = False) -> None:
         self.least_tokens = least_tokens
         self.known = False
-        """Whether a good step was measured, so that the estimate is not rough."""
+        """Whether the estimate is based on a good step, and not on rough measurements."""
         self._rough = rough
         self._under_way: dict[int, _Step] = {}
         self._ended = 0.0
@@ -97,8 +97,8 @@ class ComputeRate:
     def ended(self, number: int, now: float) -> None:
         """Record that step ``number`` has finished. If it is measured, update the estimate.
 
-        The duration of a step is measured from its call to ``ordered``, or from the previous call of ``ended``
-        if that was later.
+        The duration of a step is measured from the call of ``ordered`` for this step, or from the previous call
+        of ``ended`` if that was later.
         """
         step = self._under_way.pop(number, None)
         if step is not None:

@@ -2,10 +2,10 @@
 
 The store finds only full pages, by their keys. If a prompt diverges from a cached sequence within a page, the
 prompt has another key for that page, and the whole page would be recomputed. This index finds a cached page
-whose first t tokens are the next t tokens of the prompt. The adapter leases that page, copies it into a slot
-of its own and continues after these t tokens.
+whose first t tokens are the next t tokens of the prompt. The adapter leases that page, copies it into a
+free slot and continues after these t tokens.
 
-An entry records the tokens of a key. It does not promise that the store still has the page. A stale entry is
+An entry records the tokens of a page. It does not promise that the store still has the page. A stale entry is
 harmless, because the adapter must lease the page with ``acquire``. If the store does not have the page, the
 adapter calls ``discard`` and searches again.
 
@@ -63,8 +63,9 @@ class RadixIndex:
     """An index of pages by their tokens and all tokens before them.
 
     If the index has more than ``max_pages`` pages, it drops the least recently used leaves. Each ``insert``
-    and ``longest`` counts as a use of every page on its path. Finding a page takes O(log siblings). Adding or
-    dropping one also changes a sorted list of its siblings. Not thread-safe: callers must serialize access.
+    and ``longest`` counts as a use of every page that it finds or adds. Finding a page takes O(log siblings).
+    Adding or dropping a page also changes the sorted list of its siblings. Not thread-safe: callers must
+    serialize access.
 
     Memory use, measured with CPython 3.11: 290 bytes per page plus 8 per token, about 800 bytes for a page of
     64 tokens.
@@ -99,8 +100,8 @@ class RadixIndex:
     def insert(self, root: bytes, token_ids: Sequence[int], keys: Sequence[PageKey]) -> None:
         """Add the pages of a sequence.
 
-        ``keys[i]`` is the key of tokens ``[i * page_size, (i + 1) * page_size)``. Tokens after the last key's
-        page are ignored. If there are more than ``max_pages`` keys, the index keeps only the first
+        ``keys[i]`` is the key of tokens ``[i * page_size, (i + 1) * page_size)``. Tokens after the page of
+        the last key are ignored. If there are more than ``max_pages`` keys, the index keeps only the first
         ``max_pages``. Pages that are already in the index count as used.
 
         Args:
@@ -110,9 +111,9 @@ class RadixIndex:
             keys: The keys of the sequence's first full pages.
 
         Raises:
-            ValueError: There are more keys than full pages; a key occurs twice; a key is already known under
-                other tokens or another root; the tokens are already known under another key (``root`` is
-                incomplete); or a token does not fit in int64. The index is unchanged.
+            ValueError: There are more keys than full pages; a key occurs twice; a key is already in the index
+                with other tokens or under another root; the tokens are already in the index with another key
+                (``root`` is incomplete); or a token does not fit in int64. The index is unchanged.
             TypeError: ``token_ids`` is not a sequence of integers. The index is unchanged.
         """
         labels, _ = self._cut(token_ids)
@@ -135,7 +136,9 @@ class RadixIndex:
             self._remove_leaf(next(iter(self._pages.values())))
 
     def longest(self, root: bytes, token_ids: Sequence[int]) -> RadixMatch:
-        """Return the longest prefix of ``token_ids`` that the index has under ``root``. Its pages count as used.
+        """Return the longest prefix of ``token_ids`` that is in the index under ``root``.
+
+        The pages that are returned count as used.
 
         If several pages match the same number of tokens after the full pages, ``next_key`` is any one of them.
 

@@ -8,8 +8,8 @@ In vLLM's ``--kv-transfer-config``:
       "secondary_tiers": [{"type": "TierStoreTier", "module_path": "tierstore.adapters.vllm_tier",
                            "config": "tierstore.yaml"}]}
 
-Chunks on disk are checksummed, and found again after a restart. Their total size is limited. Requires vLLM
-0.32 or 0.33; earlier versions do not load tiers from other packages. Only vLLM imports this module.
+Chunks on disk are checksummed, and are found again after a restart. Their total size is limited. This module
+requires vLLM 0.32 or 0.33; earlier versions do not load tiers from other packages. Only vLLM imports it.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ _ATTENTION = ("attn", "mla_attn")
 
 
 class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """The NVMe tier as a secondary tier for vLLM's offloading.
+    """The NVMe tier as a secondary tier of vLLM's KV offloading.
 
     Each data-parallel engine uses its own part of the directory. Only one engine at a time can use a part.
     vLLM calls all methods in the scheduler's process, under the tiering manager's lock.
 
     Args:
-        config: The path of a YAML file, or a mapping. Only the section ``nvme`` is used.
+        config: The path of a YAML file, or a mapping with the same contents. Only the section ``nvme`` is used.
         model: A name for the weights. It must change whenever the same tokens would produce different KV. By
             default, weights are identified by the model name given to vLLM and, if that is a local directory,
             by samples of its files.
         adapters: Directories of all LoRA adapters that are served. vLLM's chunk hashes identify an adapter by
             its name, not by its weights. The files in these directories therefore become part of the
-            identity: after an adapter was retrained, the next start does not find its old chunks.
-        state_dtypes: What determines the dtypes of recurrent states (Mamba, linear attention, short
+            identity: if an adapter has been retrained, the next start does not find the old chunks.
+        state_dtypes: The settings that determine the dtypes of recurrent states (Mamba, linear attention, short
             convolutions): the values of ``--dtype``, ``--mamba-cache-dtype`` and ``--mamba-ssm-cache-dtype``. The
             tier cannot see these settings, and states of other dtypes may have the same size, so the values become
-            part of the identity. Required if layers may have such states, as their names suggest. An empty list
-            states that no layer has any.
+            part of the identity. Required if the names of layers suggest that they have such states. Pass an empty
+            list if no layer has one.
         enable_kv_events: Whether to publish events for chunks that are stored and removed. Has no effect
             unless vLLM's own KV events are enabled.
         locality: The value of vLLM's ``Locality`` to set in these events, or None.
@@ -132,7 +132,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         _log.info("NVMe tier at %s: %s chunks found", found["path"], found["chunks"])
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return HIT if the in-memory index says that the chunk is on disk, else MISS. O(1).
+        """Return HIT if the in-memory index lists the chunk as on disk, else MISS. O(1).
 
         A chunk that is still being written is a MISS, not a RETRY, because the primary tier still has it.
         While the disk hangs or fails, almost every lookup is a MISS.
@@ -140,7 +140,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if self._chunks.holds(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start writing chunks to disk. Chunks that are already there are not written again.
+        """Start writing chunks to disk, except those that are already there.
 
         The least recently used chunks are evicted to make space.
         """
@@ -223,7 +223,8 @@ def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any
 def _may_have_states(groups: Iterable[Any]) -> list[str]:
     """Return the layers that may have a recurrent state, judging by their names.
 
-    vLLM calls layers of attention ``....attn``, maybe with a number after it, and their further caches ``..._cache``.
+    In vLLM, the name of an attention layer ends in ``.attn``, which a number may follow. The names of additional
+    caches of such a layer end in ``cache``.
     """
     found = []
     for layer in (layer for group in groups for layer in group.layer_names):

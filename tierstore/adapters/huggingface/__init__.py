@@ -7,13 +7,13 @@
 
 Importing this package registers the attention function "tierstore" with transformers. The package supports
 models that have separate K and V per head (MHA, GQA, MQA) and use full attention, sliding windows or both.
-Batches, several answers per prompt, beam search and assisted decoding work, too.
+Batches, several answers per prompt, beam search and assisted decoding are supported, too.
 
 The modules, from lowest to highest level: ``identity`` (whether pages belong to a model; uses ``inventory``,
 which describes everything that affects K/V), ``request`` (options, prompts, pages), ``prefix`` (the stored
 prefix of a prompt), ``sequence`` (one row), ``batch`` (all rows), ``attention`` (reads the rows' pages),
 ``model_spec`` (the geometry of a model's pages), ``forward_args`` (the inputs of a forward pass), ``hooks``
-(which an open cache adds to the user's model), ``cache`` (the cache that transformers uses) and ``session``
+(that an open cache adds to the user's model), ``cache`` (the cache that transformers uses) and ``session``
 (chats).
 """
 

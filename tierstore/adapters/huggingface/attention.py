@@ -62,7 +62,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keywords of an attention call that do not affect its result. Attention over pages rejects others."""
+"""Keywords of an attention call that do not affect its result. Attention over pages rejects all others."""
 
 NEW_FROM = 4096
 """Length in tokens of the shortest prompt without a reused prefix that the kernels may compute. Not tuned."""
@@ -233,9 +233,9 @@ _COPIES = frozenset({torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.clon
 class OpaqueTensor(torch.Tensor):
     """K or V of the new tokens, as returned by ``TierStoreLayer.update``.
 
-    Only "tierstore" attention can read it. Other caches return K and V of all tokens. If the model computed
-    with those of the new tokens alone, or wrote to them, its results would be wrong. So all such operations
-    raise ValueError.
+    Only "tierstore" attention can read it. Other caches return K and V of all tokens. A model that computed with
+    K and V of the new tokens alone, or wrote to them, would get wrong results. So all such operations raise
+    ValueError.
     """
 
     @classmethod

@@ -63,8 +63,8 @@ class PagedBatch:
             terms: Options of the request.
             prompts: The unpadded prompts.
             width: Number of columns in the padded batch.
-            tail: The partially filled last page of an earlier request. Allowed for a single prompt, which
-                continues the page if its tokens match.
+            tail: The partially filled last page of an earlier request. Allowed only with a single
+                prompt. The prompt continues the page if the page's tokens match it.
         """
         self.terms = terms
         self.rows: list[PagedSequence] = []
@@ -148,7 +148,7 @@ class PagedBatch:
     def owed(self, rows: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the tokens and positions of the last ``behind`` columns, which must be fed again.
 
-        From now on, these columns count as columns that have not been fed. If the next pass fails, call ``not_fed``.
+        From now on, these columns count as not fed. If the next pass fails, call ``not_fed``.
 
         Args:
             rows: Number of rows in the next pass, a multiple of the rows in the cache.

@@ -93,7 +93,7 @@ class TierStoreLayer(CacheLayerMixin):
         """Create the layer's cache.
 
         Args:
-            owner: The cache that the layer belongs to. This object refers to it weakly, so keep it alive.
+            owner: The cache that the layer belongs to. The layer keeps only a weak reference to it, so keep it alive.
             position: Index of the layer in the model.
             pages: All pages of the layer's KV group, ``[num_slots, layers, 2, page_size, num_kv_heads,
                 head_dim]``.
@@ -419,7 +419,7 @@ class PagedCache(Cache):
         return last_columns(output, asked, self._width) if asked else None
 
     def _leave_pass(self) -> None:
-        """After a pass that raised an exception, let the next pass feed the columns again that this one prepended."""
+        """Make the next pass feed again the columns that this pass, which raised an exception, had prepended."""
         self.batch.not_fed()
 
     def _measure(self, first: int) -> None:

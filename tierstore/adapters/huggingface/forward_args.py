@@ -1,7 +1,7 @@
 """Reads and edits the arguments of a forward pass, and rejects inputs that pages cannot represent.
 
-Images, unexpected positions or a mask with holes would silently produce wrong answers. They cause a
-ValueError that explains what to do instead.
+Images, unexpected positions or a mask with holes would silently lead to wrong answers. They are rejected with
+a ValueError that explains what to do instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _TOKENS = frozenset(
         "position_ids",
     }
 )
-"""Inputs that may contain tensors: tokens, inputs checked elsewhere, and inputs that do not affect K/V."""
+"""Inputs in which tensors are allowed: tokens, inputs checked elsewhere, and inputs that do not affect K/V."""
 
 
 def checked_inputs(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: i
     """Check the positions of the tokens that are fed to a cache with ``columns`` columns.
 
     K depends on the positions. The check also detects wrong padding, and a whole prompt that is fed again to a
-    warm cache. ``generate`` does not detect the latter.
+    warm cache, which ``generate`` itself does not detect.
 
     Args:
         positions: ``[rows or 1, width]``. Models for images and text have several positions per token,
@@ -173,7 +173,7 @@ def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:
-    """Return whether a call feeds again, before new columns, the ``columns`` columns that the cache already has."""
+    """Return whether a call feeds both new columns and, before them, the ``columns`` columns already in the cache."""
     ids = _input_ids(args, kwargs)
     if ids is None or not 0 < columns < ids.shape[1]:
         return False

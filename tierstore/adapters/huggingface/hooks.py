@@ -46,7 +46,7 @@ class HookedCache(Protocol):
         ...
 
     def _leave_pass(self) -> None:
-        """Undo what a pass of the base model that raised an exception has changed. Also called after other passes."""
+        """Undo the changes made by a base model's pass that raised an exception. Also called after other passes."""
         ...
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
@@ -148,11 +148,11 @@ class ModelHooks:
         self._show_prompts()
 
     def _show_prompts(self) -> None:
-        """Make ``model.generate`` pass each whole prompt to ``expect_prompt`` of its cache.
+        """Make ``model.generate`` pass each whole prompt to ``expect_prompt`` of the cache that it was given.
 
         A forward pass only gets the tokens that are not cached, so it cannot check that the prompt begins
         with the cached tokens. A prompt is not checked if it is computed in chunks, or if the caller passes
-        only its uncached rest.
+        only the part that is not cached.
         """
         prepare = getattr(self._model, PREPARE_INPUTS, None)
         if prepare is None:
@@ -228,7 +228,7 @@ class ModelHooks:
             cache._leave_pass()
 
     def _after_own_pass(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """After a pass without a TierStoreCache, record the position shifts that it left on the model."""
+        """Record the position shifts that a pass without a TierStoreCache left on the model."""
         if self._given(args, kwargs) is None:
             found = [getattr(each, ROPE_STATE) for each in self.stateful]
             self._own_positions = [

@@ -1,10 +1,10 @@
 """Computes the identity of a model, and checks that pages were computed with the model's current weights.
 
-Parameters and buffers are only a part of what affects K/V. Quantized modules keep packed weights in their own
-objects, adapters (PEFT) are switched on and off by plain attributes, and a module may have tensors, hooks or
-a ``forward`` that its class does not have. ``inventory`` finds all of them. The description omits everything
-that a newly built model with the same configuration has too, so a plain model is described by its parameters
-and buffers alone.
+K/V depend on more than parameters and buffers. Quantized modules keep packed weights in their own objects,
+adapters (PEFT) are switched on and off by plain attributes, and a module may have tensors, hooks or a
+``forward`` that its class does not define. ``inventory`` finds and describes all of them. The description
+omits everything that a newly built model with the same configuration has too, so a plain model is described
+by its parameters and buffers alone.
 """
 
 # torch leaves some functions untyped:
@@ -63,7 +63,7 @@ class Weights:
         self.names: dict[str, str] = {}
         """The digest of the weights, for each identity that the model has had."""
         self.first: dict[str, int] = {}
-        """For each store whose model name was chosen by a user: the generation at its first request, by fingerprint."""
+        """The generation at the first request to each store whose model name a user chose, by store fingerprint."""
         self._lock = RLock()
         self._walk: Walk | None = None
         self._state: State | None = None
@@ -77,8 +77,8 @@ class Weights:
 
         Takes about a millisecond if nothing has changed. Changes are detected if they are made through
         tensors, modules or attributes (``copy_``, ``load_state_dict``, an optimizer, another ``Parameter``,
-        another adapter). A write through ``.data`` or NumPy leaves no such trace. It is detected only if it
-        changes one of the sampled bytes, which is certain only if it changes whole tensors.
+        another adapter). A write through ``.data`` or NumPy is detected only if it changes a
+        sampled byte, which is certain only if it changes whole tensors.
         """
         with self._lock:
             walk = self._walk
@@ -166,7 +166,7 @@ _lock = RLock()
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """Return the ``Weights`` of this model, which all its caches share. Thread-safe."""
+    """Return the ``Weights`` of this model, which all caches of the model share. Thread-safe."""
     with _lock:
         if model not in _of_model:
             _of_model[model] = Weights()
@@ -245,7 +245,7 @@ def _as_built(model: PreTrainedModel) -> Walk:
     return walk
 
 
-# The identities of the models whose pages have a fingerprint, by this fingerprint.
+# For each fingerprint of pages: the identities of the models that computed the pages.
 _given: dict[str, tuple[str, ...]] = {}
 _made: set[str] = set()
 """Identities returned by ``model_identity``, as opposed to names chosen by a user."""
@@ -269,8 +269,8 @@ def model_identity(model: PreTrainedModel) -> str:
     ``forward``, and the source of classes outside transformers are covered as well. A PEFT model with
     disabled adapters has the identity of the model inside. Takes about a second per gigabyte.
 
-    Not covered: a hook that returns nothing and passes its tensors to other code, which writes to them. Only
-    Python functions that a hook calls by name are checked for writes.
+    Not covered: a hook that returns nothing, but passes its tensors to code that writes to them. Only Python
+    functions that a hook calls by name are checked for writes.
 
     Raises:
         ValueError: Weights are not in memory, or the contents of an object cannot be read. The message names
@@ -300,12 +300,12 @@ def model_identity(model: PreTrainedModel) -> str:
 def weights_now(
     store: TierStore, models: Sequence[PreTrainedModel], *, told: bool = False
 ) -> tuple[tuple[State, ...], tuple[str, ...]]:
-    """Return the states of the models' weights, and the items by which page keys distinguish these weights.
+    """Return the states of the models' weights, and the item of ``extra`` that distinguishes these weights.
 
-    There is no such item while the weights are those that ``page_specs`` or ``model_identity`` read. After a
-    change there is one item, to be added to ``extra``. Equal weights have the same item in every process. If
-    a user chose the model name of the store's pages, the name stands for the weights at the first request,
-    and active adapters always add an item.
+    There is no item while the weights are those that ``page_specs`` or ``model_identity`` read. After a
+    change, there is one. Equal weights have the same item in every process. If a user chose the model name of
+    the store's pages, the name stands for the weights at the first request, and there is always an item if
+    adapters are active.
 
     Args:
         store: The store.
@@ -314,7 +314,7 @@ def weights_now(
             name, objects that cannot be described are then allowed.
 
     Returns:
-        The state of each model's weights, and the items for ``extra``, at most one.
+        The state of each model's weights, and a tuple of the item for ``extra``, which is empty without one.
 
     Raises:
         ValueError: The pages belong to another model, a module in training mode has results that are not

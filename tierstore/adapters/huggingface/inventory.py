@@ -410,7 +410,7 @@ class Walk:
         self._classes: dict[type, tuple[int, ...]] = {}
         self._class_data: list[tuple[type, str, tuple[object, ...]]] = []
         self._called: list[tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = []
-        """For functions of known packages: globals, names that they call, and IDs of what these refer to."""
+        """For functions of known packages: globals, names that they call, and IDs of the objects with these names."""
         self._hooks_of_all = _hook_ids(_OF_ALL)
         self._cells: list[tuple[ReferenceType[FunctionType], tuple[object, ...]]] = []
         self._objects: list[tuple[Callable[[], Any], tuple[object, ...]]] = []

@@ -173,8 +173,8 @@ def _specs(
 def model_of_option(folder: Path | str) -> Iterator[None]:
     """Convert errors of transformers and this adapter into a ConfigError that names the model's folder.
 
-    Such an error occurs if, for example, the folder of ``--model`` needs a package that is not installed (quantised
-    weights), is incomplete, or contradicts itself.
+    Such an error occurs, for example, if the model in the folder of ``--model`` needs a package that is not installed
+    (quantised weights), or if the folder is incomplete or inconsistent.
     """
     try:
         yield
@@ -380,7 +380,7 @@ def _rope_types(text: dict[str, Any]) -> set[str]:
 def checked_shape(model: PreTrainedModel) -> KvShape:
     """Check a model for a request, and return the shape of its K and V.
 
-    The model's modules are examined only the first time, and after its configuration has changed.
+    The model's modules are examined only the first time, and again after the configuration has changed.
 
     Raises:
         ValueError: The model is not supported (see ``check_model``), or it was not loaded with "tierstore"

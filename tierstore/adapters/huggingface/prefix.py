@@ -191,7 +191,7 @@ class Holding:
         self._terms = terms
         self._lease = lease
         self._sealed = 0
-        """Number of pages that were put with the lease. It covers all others."""
+        """Number of held pages that were put under the lease. ``Lease.num_pages`` counts only the others."""
 
     def share(self) -> Holding:
         """Return a ``Holding`` of the same pages for a fork, which thereby shares the lease."""
@@ -200,7 +200,7 @@ class Holding:
         return other
 
     def own(self, keys: Sequence[PageKey], slots: Sequence[int], pages: range) -> bool:
-        """Replace the lease with one on exactly these pages, which no other sequence shares.
+        """Replace the lease with a lease on exactly these pages that no other sequence shares.
 
         This is needed before sealing, because the store treats the last page of a lease as the parent of the
         next page sealed under it. If the sequence had inexact pages that have since left its window, an exact
@@ -226,7 +226,8 @@ class Holding:
     def owns(self, pages: range) -> bool:
         """Return whether this sequence holds exactly these pages and shares the lease with no fork.
 
-        Also return False if the lease lost its only pages: it counts as failed, whatever is put with it later.
+        Also return False if the lease has lost all of its pages: it counts as failed even if pages are put under it
+        later.
         """
         lease = self._lease.lease
         return self._lease.holders == 1 and self.pages == pages and (bool(pages) or not lease.keys)
@@ -328,7 +329,7 @@ ROLLBACK = 64
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The partially filled last page of a session, in a slot of its own."""
+    """The partially filled last page of a session, and the slot that contains it."""
 
     slot: int
     page: int

@@ -201,9 +201,9 @@ class Terms:
     def by_layers(self) -> bool:
         """Return whether to compute the first layers while later layers of the stored prefix are in flight.
 
-        Pages that cannot be loaded are then computed from their tokens alone. This would be wrong if an extra
-        with a position says that tokens stand for something else. With a draft model, a window or a deadline,
-        it must be known in advance which pages can be loaded.
+        If so, pages that cannot be loaded are computed from their tokens alone. The result is False if an extra
+        has a position, because tokens may then stand for other data. It is also False with a draft model, a
+        window or a deadline, because it must then be known in advance which pages can be loaded.
         """
         return (
             self.num_models == 1
@@ -214,7 +214,7 @@ class Terms:
 
     @property
     def plain_tokens(self) -> int | None:
-        """Return the number of tokens before the first extra with a position, or None without such an extra.
+        """Return the number of tokens before the first extra with a position, or None if no extra has one.
 
         After that position, equal tokens may have different K/V.
         """

@@ -23,8 +23,9 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 STATES = (0, 32)
 """Oldest vLLM version under which models with recurrent states, or with layers that share KV, are supported.
 
-From this version on, vLLM offers every state that it keeps to the connector, and names the block that holds it. Before
-it, the connector needs all layers in a single group, in which vLLM itself fails if some layers share KV.
+From this version on, vLLM offers the connector every state that it keeps, and names the block that holds the state.
+For earlier versions, the connector needs all layers in a single group, in which vLLM itself fails if some layers share
+KV.
 """
 
 
@@ -93,7 +94,7 @@ RECURRENT = "models with recurrent states (Mamba, linear attention, short convol
 
 
 def too_old_for(models: str) -> ConfigError:
-    """Return the error for ``models`` that need a vLLM as new as ``STATES``."""
+    """Return the error for ``models`` that need vLLM ``STATES`` or newer."""
     return ConfigError(
         f"TierStoreConnector needs vLLM {STATES[0]}.{STATES[1]} or newer for {models}, got {installed()}; install a "
         "newer vLLM, or remove the connector"
@@ -101,7 +102,7 @@ def too_old_for(models: str) -> ConfigError:
 
 
 def no_codec() -> ConfigError:
-    """Return the error for ``host.codec`` under a vLLM whose KV tensors differ by attention backend (before 0.32)."""
+    """Return the error for ``host.codec`` before vLLM 0.32, where the KV tensors depend on the attention backend."""
     return ConfigError(
         f"host.codec needs vLLM 0.32 or newer, got {installed()}: in earlier versions, each attention backend lays out "
         "the heads of a block in its own way; install a newer vLLM, or set host.codec to none"
@@ -109,7 +110,7 @@ def no_codec() -> ConfigError:
 
 
 def require_new_enough(vllm_config: Any) -> None:
-    """Raise ConfigError if layers of the model keep a recurrent state or share KV. For vLLM older than ``STATES``."""
+    """Raise ConfigError if layers keep recurrent states or share KV. Call only if vLLM is older than ``STATES``."""
     model = getattr(vllm_config, "model_config", None)
     if any(getattr(model, name, False) for name in ("is_hybrid", "is_attention_free", "has_inner_state")):
         raise too_old_for(RECURRENT)

@@ -1,7 +1,7 @@
 """Estimates how long it takes to load and to compute tokens, and decides how much of a hit to load.
 
 The disk, the link to HBM and the engine are queues. A load waits for the reads that are in flight and for the
-reads of earlier loads. While it runs, its request computes nothing, so other requests can use the engine. Then
+reads of earlier loads. While a load runs, its request computes nothing, so other requests can use the engine. Then
 the request computes every token after the last loaded page, while other requests wait for the engine.
 
 ``worth_loading`` chooses how much of the hit to load, so that all requests together wait the least:
@@ -11,7 +11,7 @@ the request computes every token after the last loaded page, while other request
 - Every other request that wants pages from disk waits while this one reads pages from disk.
 - Every other request that only loads pages from memory waits while this one moves pages from memory.
 
-A run is a sequence of pages of which all are on disk, or all are in memory. Each token takes longer to compute than
+A run is a sequence of pages that are either all on disk or all in memory. Each token takes longer to compute than
 the previous one, but all pages of a run take the same time to load. Therefore, a run is loaded completely or not at
 all. Pages that are already being read form a run of their own.
 
@@ -46,7 +46,7 @@ _LOAD = (Tier.HOST, Tier.HBM)
 _OLD_S = 60.0
 """Seconds without an arriving page after which a rate counts as unknown, so that loads are tried again."""
 _TRIAL_S = 3.0
-"""While the compute rate is unknown, pages are only loaded from disk if they arrive within this many seconds."""
+"""While the compute rate is unknown, pages are loaded from disk only if they will arrive within this many seconds."""
 
 
 class Queues(NamedTuple):
@@ -180,9 +180,9 @@ def worth_loading(
 ) -> int:
     """Return how many tokens of ``hit`` to load for a prompt of ``total`` tokens.
 
-    If the time to compute is unknown, the result is the part of the hit that arrives within ``_TRIAL_S`` seconds. If it
-    is only known roughly, the result is at most that part. Unknown times of the disk or the link count as 0, which
-    favours loading.
+    If the time to compute is unknown, the result is the part of the hit that arrives within ``_TRIAL_S`` seconds. If
+    that time is known only roughly, the result is at most this part. Unknown times of the disk or the link count as 0,
+    which favours loading.
 
     Args:
         hit: The hit.
@@ -349,6 +349,6 @@ def _soon(ends: Sequence[_End], hit: Hit, queues: Queues) -> list[_End]:
 def _changes(tiers: Sequence[Tier]) -> list[int]:
     """Return the position at which each run of pages starts.
 
-    All pages of a run are on disk, or all are in memory.
+    The pages of a run are either all on disk or all in memory.
     """
     return [i for i, tier in enumerate(tiers) if not i or (tier > Tier.HOST) != (tiers[i - 1] > Tier.HOST)]

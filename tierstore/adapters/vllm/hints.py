@@ -28,7 +28,7 @@ _log = logging.getLogger("tierstore.adapters.vllm.told")
 PREFIX = "tierstore."
 VERSION = "1"
 _MOST = 10**9
-"""Maximum of times in seconds (about 30 years) and of priorities.
+"""Maximum value of times, in seconds (about 30 years), and of priorities.
 
 Python's integers are unbounded, but a huge one cannot be added to a clock's time, which is a float.
 """

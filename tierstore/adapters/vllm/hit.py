@@ -4,8 +4,9 @@
 
 ``longest_hit`` finds the longest hit at whose end each group has what the next token needs. A group with full
 attention needs all blocks up to the end of the hit. A sliding window only needs the blocks that the next token
-sees, and a recurrent state only the block that ends there. With ``Groups.tail_unit``, a hit may end inside a block, if
-that block is stored as it was when the request had computed that many tokens. ``costs`` may shorten the hit.
+sees, and a recurrent state only the block that ends there. With ``Groups.tail_unit``, a hit may also end inside a
+block, if the store has a page of the block as it was when only the tokens up to there had been computed. ``costs``
+may shorten the hit.
 
 ``pages_to_load`` returns the pages and blocks of a hit that vLLM has accepted. ``local_tokens`` returns the number
 of tokens that are cached in vLLM itself.
@@ -140,7 +141,8 @@ class Hit:
 def longest_hit(groups: Groups, chains: Chains, start: int, limit: int, stored: Stored) -> Hit:
     """Return the longest hit from token ``start`` to a multiple of ``groups.unit``, at most token ``limit``.
 
-    With ``groups.tail_unit``, the hit may end at a multiple of that instead. The hit is empty if nothing is found.
+    With ``groups.tail_unit``, the hit may end at a multiple of ``tail_unit`` instead. The hit is empty if nothing is
+    found.
     """
     unit = groups.unit
     end = max(start, limit // unit * unit)
@@ -227,7 +229,7 @@ class _StatesFound:
     """The recurrent states that are stored for the possible ends of a hit.
 
     These ends are the multiples of ``groups.unit`` after ``start``, up to ``end``. All states of a group are looked
-    up at once, because most ends have none.
+    up at once, because most ends have no stored state.
     """
 
     def __init__(self, groups: Groups, chains: Chains, start: int, end: int, stored: Stored) -> None:
@@ -403,7 +405,7 @@ class HitLookup:
         return loaded
 
     def _to_compute(self, known: RequestState, tokens: int, costs: Costs) -> int:
-        """Return how many of its last ``tokens`` tokens a request must compute.
+        """Return how many of the last tokens of a request with ``tokens`` tokens must be computed.
 
         The result is 1, unless the request helps to measure the compute rate. Without such requests, an engine that
         finds all prompts on disk after a restart would never know the rate.

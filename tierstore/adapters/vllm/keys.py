@@ -1,4 +1,4 @@
-"""Page keys under vLLM: derived from the identity of the model and its LoRA adapter, and vLLM's block hashes.
+"""Page keys under vLLM: derived from the identities of model and LoRA adapter, and from vLLM's block hashes.
 
 A key combines a namespace with a block hash. The block hash covers the tokens of the whole prefix, LoRA name
 and path, cache salt and multimodal items (vLLM's ``hash_block_tokens``). The namespace covers everything else
@@ -111,7 +111,7 @@ _log = logging.getLogger("tierstore.adapters.vllm.identity")
 _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 """Config entries that only say how a model is stored or run.
 
-``identity`` leaves them out, and has an entry of its own for the dtype.
+``identity`` leaves them out, and has a separate entry for the dtype.
 """
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
@@ -194,7 +194,7 @@ class Adapter:
     number: int
     """vLLM's ``lora_int_id``, which identifies the adapter that vLLM has loaded."""
     digest: str
-    """Digest of its files, part of the namespace of the request's keys."""
+    """Digest of the adapter's files. It is part of the namespace of the request's keys."""
     generation: int
     """How many times the files under this ``lora_int_id`` were found to have changed."""
     reloads: bool

@@ -56,9 +56,9 @@ class Kind:
 
     @property
     def terms(self) -> tuple[object, ...]:
-        """Return what the contents of the group's blocks depend on, apart from layers and block size.
+        """Return the values, besides layers and block size, on which the contents of the group's blocks depend.
 
-        The values are part of the identity of pages.
+        They are part of the identity of pages.
         """
         return None, None
 
@@ -210,10 +210,10 @@ class Groups:
 
     @cached_property
     def tail_unit(self) -> int:
-        """Return the granularity in tokens of hits that end inside a block, or 0 if all hits end at whole blocks.
+        """Return the granularity, in tokens, of hits that end inside a block. 0 if all hits end at block boundaries.
 
-        vLLM caches the state at the end of a prompt inside a block only if it hashes pieces of blocks
-        (``--prefix-match-unit``). Other kinds of groups than states and full attention have no such pages.
+        If a prompt ends inside a block, vLLM caches the state there only if it hashes parts of blocks
+        (``--prefix-match-unit``). Only groups with states or full attention have pages that end inside a block.
         """
         first, *others = self.all
         plain = all(group.kind == FULL or group.kind.handed_over for group in self.all)
@@ -236,7 +236,7 @@ class Groups:
         return any(isinstance(group.kind, Prompt) for group in self.all)
 
     def ends(self, tokens: Iterable[int]) -> frozenset[int]:
-        """Return the numbers of tokens at which a hit may end, given how many tokens the matching pages may cover."""
+        """Return the positions at which a hit may end if the matching pages cover one of these numbers of tokens."""
         last = {token // self.unit * self.unit for token in tokens}
         drafts = any(group.draft for group in self.all)
         return frozenset(last | {max(0, token - self.unit) for token in last} if drafts else last)
@@ -272,7 +272,7 @@ class Groups:
         return f"{named} without {self.skipped}" if self.skipped else named
 
     def namespaces(self, identity: str) -> tuple[bytes, ...]:
-        """Return the key namespace of each group. All differ, so a group never finds another group's pages."""
+        """Return the key namespace of each group. They all differ, so no group finds another group's pages."""
         if not self.name:
             return (namespace(identity),)
         return tuple(namespace(f"{self.name} {group.number} {identity}") for group in self.all)
@@ -285,12 +285,12 @@ class Groups:
 
 @dataclass(frozen=True)
 class Heads:
-    """How the numbers of a block form rows that a codec encodes together.
+    """How a block is divided into rows of elements, each of which a codec encodes as a unit.
 
     Attributes:
         planes: 2 if a token has a key and a value of equal size in each head, else 1.
-        dim: Numbers per token, head and plane.
-        dtype: Name of the dtype of the numbers.
+        dim: Elements per token, head and plane, which is the length of a row.
+        dtype: Name of the dtype of the elements.
     """
 
     planes: int
@@ -299,11 +299,11 @@ class Heads:
 
 
 def heads_of(kv_cache_config: Any, codec: str) -> Heads:
-    """Return the heads that all layers in vLLM's ``KVCacheConfig`` have, to encode pages with ``host.codec``.
+    """Return the ``Heads`` with which ``host.codec`` encodes pages, the same for all layers in ``KVCacheConfig``.
 
     Raises:
-        ConfigError: Some layers have no heads of floating-point numbers, or not all layers have the same heads. The
-            message names the codec and the layers.
+        ConfigError: Some layers have no heads with floating-point elements, or not all layers have the same heads.
+            The message names the codec and the layers.
     """
     found: dict[Heads, tuple[str, ...]] = {}
     for group in kv_cache_config.kv_cache_groups:
@@ -312,7 +312,7 @@ def heads_of(kv_cache_config: Any, codec: str) -> Heads:
             found.setdefault(_heads(spec, layers, codec), layers)
     if len(found) > 1:
         described = " and ".join(
-            f"{heads.planes} x {heads.dim} numbers of {heads.dtype} per token and head (layers {_some(layers)})"
+            f"{heads.planes} x {heads.dim} elements of {heads.dtype} per token and head (layers {_some(layers)})"
             for heads, layers in found.items()
         )
         raise codec_refused(codec, f"a page then needs layers of one kind, and this model has {described}")
@@ -342,7 +342,9 @@ def _heads(spec: Any, layers: tuple[str, ...], codec: str) -> Heads:
         )
     packed = getattr(spec, "state_content_bytes", None) is not None
     if packed or getattr(spec, "tokens_per_state", 1) != 1:
-        raise codec_refused(codec, f"layers {_some(layers)} keep packed KV, not one row of numbers per token")
+        raise codec_refused(
+            codec, f"layers {_some(layers)} keep packed KV, not one row of elements per token"
+        )
     key: int = spec.head_size
     value: int = getattr(spec, "head_size_v", key)
     return Heads(2, key, dtype) if key == value else Heads(1, key + value, dtype)

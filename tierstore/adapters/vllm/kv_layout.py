@@ -114,11 +114,11 @@ def kv_layout(
         block_size: Tokens per block.
         identity: Identity of the model.
         shard: Rank of the worker.
-        heads: The heads of the layers if a lossy codec encodes the pages. All layers must then have equal shapes.
+        heads: The heads of the layers if a lossy codec encodes the pages. The tensors must then have equal shapes.
 
     Raises:
-        ConfigError: A byte belongs to two blocks, or a tensor has scattered blocks: their rows are not contiguous,
-            or not at equal distances. With ``heads``, also if a page cannot be described by them.
+        ConfigError: A byte belongs to two blocks; the blocks of a tensor are scattered, because their rows are not
+            contiguous or not at equal distances; or ``heads`` do not describe the pages.
     """
     unique = list({(t.data_ptr(), t.shape, t.stride()): t for t in tensors}.values())
     if not unique:
@@ -169,11 +169,11 @@ def _model(views: Sequence[_Blocks], identity: str, places: str = "") -> str:
 def _of_heads(
     layers: Sequence[torch.Tensor], heads: Heads, block_size: int, model: str, shard: int
 ) -> KVLayout:
-    """Return the layout of pages that consist of the numbers of heads.
+    """Return the layout of pages that consist of the elements of heads.
 
-    The names of the dimensions are not exact. A row of ``heads.dim`` adjacent numbers belongs to one token or, if the
+    The names of the dimensions are not exact. A row of ``heads.dim`` adjacent elements belongs to one token or, if the
     attention backend packs keys (vLLM on the CPU), to several tokens of one head. Which of the other dimensions is
-    the token and which the head does not matter to a codec that only relates the numbers of a row to each other.
+    the token and which the head does not matter to a codec that only relates the elements of a row to each other.
 
     Args:
         layers: Tensors ``[blocks, pieces, elements]`` of equal shape, or an empty list if layers differ.
@@ -194,8 +194,8 @@ def _of_heads(
     dtype = _named(layers[0].dtype)
     if left or odd or order is None or dtype != heads.dtype:
         raise ConfigError(
-            f"host.codec must be none with this model under vLLM: its KV tensors have {pieces} x {elements} numbers of "
-            f"{dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} numbers "
+            f"host.codec must be none with this model under vLLM: its KV tensors have {pieces} x {elements} elements "
+            f"of {dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} elements "
             f"of {heads.dtype}; set host.codec to none"
         )
     letters, *outer = order

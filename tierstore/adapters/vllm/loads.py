@@ -200,7 +200,7 @@ _A_STEP = 128
 """Maximum number of pages per step whose reads are started. The engine waits while they are started."""
 
 _MOST_BEHIND = 4
-"""Maximum number of requests that compute pages which are also prefetched. The newest requests are kept."""
+"""Maximum number of requests that compute pages which are also prefetched. The newest such requests are kept."""
 
 
 class DiskPrefetch:

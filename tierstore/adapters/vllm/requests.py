@@ -82,9 +82,9 @@ class RequestState:
     put_off: float | None = None
     """Time at which the request began to wait for pages from disk. Infinite once it no longer waits."""
     left: bool = False
-    """Whether any of its pages are computed instead of loaded."""
+    """Whether any of the request's pages are computed instead of loaded."""
     probe: bool = False
-    """Whether it computes some of its last pages to measure the compute rate."""
+    """Whether the request computes some of its last pages to measure the compute rate."""
     taken: Hit | None = None
     """The hit that was last accepted."""
     collected: dict[int, int] = field(default_factory=dict)

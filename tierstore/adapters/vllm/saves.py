@@ -1,6 +1,6 @@
 """Saves pages from the engine's blocks: collects the blocks that a step fills, and decides when to copy them.
 
-Each block that a step fills is collected once, while it belongs to the request. In each step, a limited number of
+Each block that a step fills is collected once, while the request still owns it. In each step, a limited number of
 the collected blocks is put into the store. vLLM may reassign a block to another request, which overwrites it. If the
 block has not been put by then, it is not stored. If a copy is reading the block, the worker waits for the copy before
 the step. Where vLLM overwrites blocks before the worker can wait, blocks are pinned in vLLM's pool until their copies
@@ -11,7 +11,7 @@ table alone does not tell which of its blocks have a state, or after which token
 
 A hit needs blocks of a sliding window only at the end of the hit. Blocks of windows are therefore stored only before
 tokens at which hits are likely to end: the end of the prompt, the end of the request, and the token up to
-which the request shares its prefix with earlier ones. vLLM's own cache keeps the same blocks
+which the request shares its prefix with earlier requests. vLLM's own cache keeps the same blocks
 (``reachable_block_mask``), except that it keeps none at the end of a request.
 """
 
@@ -72,7 +72,7 @@ class Stores:
         self._pins = pins
         self._collected: dict[int, _Page] = {}
         self._tails: dict[int, _Page] = {}
-        """Blocks that are collected as they are in the middle. They may be collected again when they are full."""
+        """Blocks collected before they were full, for hits inside a block. Full, they may be collected again."""
 
     @property
     def waiting(self) -> bool:
@@ -122,7 +122,7 @@ class Stores:
     def ended(self, known: RequestState, tables: Sequence[Sequence[int]], computed: int) -> None:
         """Collect the remaining blocks of a request that ended after ``computed`` tokens.
 
-        They are its full blocks that were not collected before, and the blocks in the windows at its end.
+        They are the full blocks that were not collected before, and the blocks in the windows at the request's end.
         """
         self.collect(known, tables, computed, computed)
         groups = self._groups

@@ -43,9 +43,9 @@ _queue_log = logging.getLogger("tierstore.adapters.vllm.feed")
 
 _POLL_S = 0.001
 _SAVE_POLL_S = 0.005
-"""How often the thread looks whether the forward pass has ended whose blocks are to be copied out of HBM.
+"""Interval, in seconds, at which the thread checks whether a forward pass has ended, to copy its blocks out of HBM.
 
-No request waits for these copies. Each look takes the GIL from the engine while it launches kernels.
+No request waits for these copies. Each check takes the GIL from the engine while the engine launches kernels.
 """
 
 
@@ -66,7 +66,7 @@ class CommandQueue:
         self._turn = Condition()
         self._thread: Worker | None = None
         self._pause: float | None = None
-        """How long the thread sleeps at most, in seconds. None if it sleeps until it is notified."""
+        """Maximum time, in seconds, that the thread sleeps. None if it sleeps until it is notified."""
         self._closing = False
         self.faults = 0
         """Number of unexpected errors in the thread. Each error was logged."""
@@ -119,7 +119,8 @@ class CommandQueue:
     def pause(self, at_most_s: float) -> float:
         """Return how many seconds the caller may sleep before it calls ``advance``, at most ``at_most_s``.
 
-        The time is 1 ms if a command waits for an event or the device must be polled: neither wakes the caller.
+        The time is 1 ms if a command waits for an event or the device must be polled, because the caller is not woken
+        when the event occurs or the device finishes.
         """
         return _POLL_S if self._queue or self._mover.polled else at_most_s
 
@@ -134,7 +135,7 @@ class CommandQueue:
         """Discard waiting commands, and close the mover.
 
         Args:
-            timeout_s: Maximum time in seconds to wait for the queue's thread, and then again for the mover.
+            timeout_s: Maximum time in seconds to wait for the queue's thread, and the same time again for the mover.
 
         Returns:
             Whether the mover's threads exited in time.
@@ -161,7 +162,7 @@ class CommandQueue:
             self._wakeup.bump()
 
     def _watch(self) -> None:
-        """Make sure that the thread looks at the first waiting command soon enough."""
+        """Make sure that the thread checks the first waiting command soon enough."""
         if self._thread is None and not self._closing:
             self._thread = Worker(self._run, name="tierstore-vllm-feed")
             self._thread.start()
@@ -169,7 +170,7 @@ class CommandQueue:
             self._turn.notify_all()  # otherwise it wakes by itself; waking it would take the GIL from the engine
 
     def _due_s(self) -> float:
-        """Return how long the waiting commands may wait for the next look at their events, in seconds."""
+        """Return the interval, in seconds, at which the events of the waiting commands must be checked."""
         return _POLL_S if any(t.dst == Tier.HBM for _, t in self._queue) else _SAVE_POLL_S
 
     def _run(self) -> None:
@@ -214,7 +215,7 @@ class WorkerHalf:
         assert isinstance(parts.mover, LocalMover)
         parts.mover.attach(copies)
         self.held_nbytes = parts.held.view_nbytes
-        """Size of a page in host memory, in bytes. As much is read from disk for a page."""
+        """Size of a page in host memory, in bytes. Reading a page from disk reads the same number of bytes."""
         self._rank = rank
         self._shard = kv_layout.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
@@ -288,8 +289,8 @@ class WorkerHalf:
     def report(self) -> Report | None:
         """Return the acks received since the last report, and the rank's health if it has changed.
 
-        The result is None if there is neither. In a step that computes nothing, first wait up to ``idle_s`` seconds
-        for a command to complete.
+        The result is None if there are no acks and the health has not changed. In a step that computes nothing, first
+        wait up to ``idle_s`` seconds for a command to complete.
         """
         deadline = monotonic() + (self.idle_s if self._idle else 0.0)
         while True:
@@ -403,11 +404,11 @@ class WorkerHalf:
 
 
 def _read_rate(directory: Path, page_nbytes: int, held_nbytes: int) -> float | None:
-    """Measure how fast the disk reads pages, in a few tenths of a second. Return None if that fails.
+    """Measure for a few tenths of a second how fast the disk reads pages, in bytes/s. Return None if that fails.
 
     Args:
         directory: Where to measure.
-        page_nbytes: Size of a page in HBM, in bytes. The result is in such bytes per second, as ``TierStore.rates``.
+        page_nbytes: Size of a page in HBM, in bytes. The result counts these bytes, like ``TierStore.rates``.
         held_nbytes: Number of bytes that are read for a page.
     """
     try:
