@@ -247,7 +247,7 @@ def test_heads_of_attention_are_encoded(specs: list[Any], heads: Heads) -> None:
         ([stub.FullAttentionSpec(2), stub.CircularBufferSpec(2)], "group.1 keep a CircularBufferSpec"),
         (
             [stub.FullAttentionSpec(2, 64, BF16), stub.FullAttentionSpec(2, 128, BF16)],
-            "2 x 64 numbers of bfloat16 .*layers group.0.* and 2 x 128 numbers of bfloat16 .*layers group.1",
+            "2 x 64 elements of bfloat16 .*layers group.0.* and 2 x 128 elements of bfloat16 .*layers group.1",
         ),
     ],
 )

@@ -285,7 +285,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Heads:
-    """How a block is divided into rows of elements, each of which a codec encodes as a unit.
+    """How a block is divided into rows, each of which a codec encodes as a unit.
 
     Attributes:
         planes: 2 if a token has a key and a value of equal size in each head, else 1.

@@ -195,8 +195,8 @@ def _of_heads(
     if left or odd or order is None or dtype != heads.dtype:
         raise ConfigError(
             f"host.codec must be none with this model under vLLM: its KV tensors have {pieces} x {elements} elements "
-            f"of {dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} elements "
-            f"of {heads.dtype}; set host.codec to none"
+            f"of {dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} "
+            f"elements of {heads.dtype}; set host.codec to none"
         )
     letters, *outer = order
     letters, inner = (letters + "KD", (2, heads.dim)) if heads.planes == 2 else (letters + "D", (heads.dim,))
