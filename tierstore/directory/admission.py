@@ -50,8 +50,9 @@ class MemoryOnly:
     def restrict(self, key: PageKey) -> None:
         """Restrict a page to memory, because a caller puts it with ``memory_only``.
 
-        The page is in no tier and is about to get its first copy. No effect if a page after it may be stored,
-        now or once admission accepts it. That page would otherwise be unreachable after a restart.
+        The page is in no tier and is about to get its first copy. If a following page may be stored below
+        memory, now or after a later admission, this call has no effect: after a restart, the following page
+        would be unreachable without this one.
         """
         if self.frozen or all(
             child in self.keys and child not in self.refused for child in self._lineage.children(key)
@@ -61,7 +62,7 @@ class MemoryOnly:
     def refuse(self, key: PageKey) -> None:
         """Restrict a page to memory, because admission refuses it.
 
-        No effect if a page after it may be stored.
+        If a following page may be stored below memory, this call has no effect.
         """
         if self.frozen or all(child in self.keys for child in self._lineage.children(key)):
             self.keys.add(key)
@@ -74,7 +75,7 @@ class MemoryOnly:
         self._lifting.pop(key, None)
 
     def permit(self, key: PageKey, *, at_once: bool = False) -> None:
-        """Queue the page, and all pages before it, so that ``lift`` lifts their restrictions.
+        """Queue a restricted page for ``lift``, which lifts its restriction and then those of all pages before it.
 
         If ``at_once``, ``lift`` processes this page first.
         """
@@ -84,9 +85,9 @@ class MemoryOnly:
                 self._lifting.move_to_end(key, last=False)
 
     def permit_named(self, key: PageKey) -> None:
-        """End a caller's restriction of this page, which was put without ``memory_only`` or precedes such a page.
+        """Queue the page for ``lift`` if a caller restricted it. No effect on a page that admission refused.
 
-        No effect on a page that admission refused.
+        Called if this page, or a page after it, was put without ``memory_only``.
         """
         if key not in self.refused:
             self.permit(key)
@@ -151,7 +152,7 @@ class AdmissionControl:
         self._below = None if self.guarded is None else residency.tables[self.guarded]
         self._record_nbytes = 0 if self._below is None else self._below.record_nbytes
         self._promised: dict[PageKey, None] = {}
-        """Pages for which bytes of the budget are reserved, because they are not written yet."""
+        """Pages that are not written yet and for which bytes of the daily budget are reserved."""
         self._asked = 0
         self._insisting = 0
         self._now = 0.0
@@ -184,7 +185,7 @@ class AdmissionControl:
             self._memory_only.refuse(key)
 
     def hit(self, keys: Sequence[PageKey], source: Tier) -> None:
-        """Decide again whether to write pages, because they were requested or put again.
+        """Decide again whether to write these pages, which were requested or put again.
 
         ``source`` is the fastest tier that had them.
         """
@@ -219,7 +220,7 @@ class AdmissionControl:
         self._memory_only.permit_refused()
 
     def insisted(self) -> None:
-        """End ``insist_on_all``, because the caller's flush now knows all its pages."""
+        """End the effect of ``insist_on_all``, because the flush now knows all pages that it has to save."""
         self._insisting -= 1
 
     def written(self, key: PageKey, nbytes: int, now: float) -> None:

@@ -122,8 +122,8 @@ class Directory:
         """
         self.leases.extend(lease, limit, now)
         if lease.complete and lease.miss_reason == "no_room":
-            # A later request is likely to want the pages that did not fit. Saving other pages must not evict
-            # them from the lower tier.
+            # A later request is likely to want the pages that did not fit, so these must not be evicted from
+            # the lower tier when other pages are saved.
             self.residency.touch(lease.keys[len(lease.slots) : len(lease.slots) + limit])
             short = len(lease.keys) - len(lease.slots)
             self.space.make_room(Tier.HBM, short, now)
@@ -132,7 +132,7 @@ class Directory:
         self._finish(now)
 
     def room_is_coming(self, now: float) -> bool:
-        """Return whether HBM slots are available, or will be when work in flight has finished.
+        """Return whether HBM slots are available, or will become available when work in flight has finished.
 
         Slots become available when unsaved pages have been saved, when loads that no lease needs have
         finished, and when copies of evicted pages have finished.
@@ -186,8 +186,8 @@ class Directory:
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:
         """Return the keys of pages that a flush may have to save, and an empty ticket to count them.
 
-        The keys may contain duplicates. They include pages that an engine has put and that are still in its
-        slots.
+        The keys may contain duplicates. They include the keys of pages that an engine has put and that are
+        still in the engine's slots.
         """
         durable = self.hierarchy.first_durable
         if durable is None:
@@ -203,7 +203,9 @@ class Directory:
         """Start copying pages to the first durable tier. Upper copies are kept.
 
         Pages that are still in an engine's slots are included. Pages that a durable tier already has, or that
-        must not be stored there, are skipped. ``ticket`` counts all pages.
+        must not be stored there, are skipped. ``ticket`` counts the pages to be copied. It also counts pages
+        that a durable tier already has (``found``) and, if that tier is read-only, pages that cannot be saved
+        (``failed``).
         """
         target, lowest_for = self.hierarchy.first_durable, self.residency.memory_only.lowest_for
         assert target is not None
@@ -223,9 +225,9 @@ class Directory:
             ticket.failed += sum(k in refused and k not in saved for k in keys)
 
     def dying(self) -> set[tuple[Tier, int]]:
-        """Return the slots of records that were evicted while a copy was reading or writing them.
+        """Return the tier and the slot of each record that was evicted while a copy was reading or writing it.
 
-        The records are erased once the copy has finished.
+        The record is erased once that copy has finished.
         """
         tables = self.residency.tables
         return {(tier, slot) for tier in self.hierarchy.records for slot in tables[tier].quarantine}
@@ -251,7 +253,7 @@ class Directory:
         return [key for table in self.residency.tables.values() for key in table.copies]
 
     def drop_unwritten(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Drop the HBM copies in these slots without saving them, because they were never written."""
+        """Drop the HBM copies in these slots without saving them, because the slots were never written."""
         copies = self.residency.tables[Tier.HBM].copies
         spoilt = [k for k, slot in zip(keys, slots, strict=True) if k in copies and copies[k].slot == slot]
         self.evict(spoilt, [Tier.HBM])
@@ -299,8 +301,8 @@ class Directory:
     def apply(self, ack: Ack, now: float) -> None:
         """Apply the result of each page of a transfer.
 
-        The source of each page is unpinned. The copy in the destination becomes readable. If the page failed,
-        its slot in the destination becomes free instead.
+        The source of each page is unpinned, and the page's copy in the destination becomes readable. If the
+        page failed, its slot in the destination becomes free instead.
 
         Leases and copies stop waiting for late pages. The sources and slots of late pages do not change until
         another ack reports their result.
@@ -389,7 +391,7 @@ class Directory:
             self._settled(key, dst, readable=False)
 
     def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
-        """Inform the loads and sinks that are waiting for the page: its copy to ``dst``, below HBM, has ended.
+        """Inform waiting loads and sinks that the page's copy to ``dst``, a tier below HBM, has ended.
 
         ``readable`` is False if the copy failed.
         """
@@ -409,8 +411,8 @@ class Directory:
     def _drop_unfit(self, key: PageKey, src: Tier) -> None:
         """Drop a page whose values the codec of the lower tier cannot represent.
 
-        Keeping it would require a special case in every eviction policy: the page could never be saved, and
-        while later pages are stored below, it could not be dropped. Such values come from a model that has
+        Keeping the page would require a special case in every eviction policy: the page could never be saved,
+        and could not be dropped while later pages are stored below. Such values come from a model that has
         failed, so the page is of no use.
         """
         self.writeback.sinks.settle(key, failed=True)

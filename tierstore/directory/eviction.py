@@ -1,8 +1,8 @@
 """Eviction: decides which copies are dropped from a tier, in which order, and why. Pure metadata.
 
-In each tier, the copies that can be evicted are in three queues. ``droppable`` contains copies that need not
-be saved for one of three reasons: the page is readable in a lower tier, this tier is the lowest that may store
-the page and has its only copy, or the page is unreachable. ``dirty`` contains copies that must first be copied
+In each tier, the copies that can be evicted are in three queues. ``droppable`` contains copies that can be
+dropped without being saved: the page is readable in a lower tier, or this tier is the lowest that may store the
+page and has its only copy, or the page is unreachable. ``dirty`` contains copies that must first be copied
 down. ``mirrors`` contains copies in the lowest tier whose pages are also in an upper tier and unpinned there.
 Mirrors are dropped last, because the upper copy of a dropped mirror must be saved again. Wanted pages are
 evicted after ordinary pages, and unwanted pages before them.
@@ -51,9 +51,9 @@ class VictimQueues:
         self._memory_only = memory_only
         self._order = list(tables.items())
         self.retained: dict[PageKey, int] = {}
-        """The priority of each page that a ``retain`` hint keeps, in every tier that it is in or will be in."""
+        """The priority of each page that a ``retain`` hint keeps. It applies in every tier, also to later copies."""
         self.kept: dict[tuple[PageKey, Tier], int] = {}
-        """The priority of each page that is kept in a tier for an expected request, even before it is there."""
+        """The priority of each page to keep in a tier for an expected request, even before the tier has a copy."""
         self.unreachable: set[PageKey] = set()
         """Pages that no request can reach. Their unpinned copies are evicted first in every tier."""
         self._above = {tier: [t.copies for o, t in self._order if o < tier] for tier in tables}
@@ -132,8 +132,8 @@ class VictimQueues:
         """Apply a ``retain`` hint (``wanted``) or a ``wont_need`` hint (not ``wanted``) in every tier.
 
         Wanted pages are evicted after all ordinary pages, in the order of ``priority``, until
-        ``end_retention`` is called. This includes copies that they get later. Unwanted pages are evicted
-        before all ordinary pages.
+        ``end_retention`` is called. This also applies to copies that are made later. Unwanted pages are
+        evicted before all ordinary pages.
         """
         for key in keys:
             if not wanted:
@@ -159,7 +159,7 @@ class VictimQueues:
             self.rerank(key, tier, table, copy, table.policy.retained(priority))
 
     def end_keeping(self, key: PageKey, tier: Tier) -> None:
-        """Undo ``keep`` for the page in the tier. Its copy there is evicted as usual again, unless it is retained."""
+        """Undo ``keep`` for the page in the tier. Unless a hint retains the page, its copy there is ordinary again."""
         self.kept.pop((key, tier), None)
         if key not in self.retained:
             self.make_ordinary(key, tier, self._tables[tier])
@@ -291,7 +291,7 @@ def _left_bare(
 ) -> bool:
     """Return whether the page can be evicted from the tier once ``victims``, its children, are dropped.
 
-    It cannot if it or a child has a copy, readable or in flight, in another tier.
+    It cannot be evicted if the page or one of its children has a copy, readable or in flight, in another tier.
     """
 
     def only_here(page: PageKey) -> bool:
@@ -371,7 +371,7 @@ class Space:
     ) -> None:
         """Make space for ``wanted`` pages by dropping pages that cannot be saved.
 
-        The last pages of sequences are dropped first, at most one batch per call. A page that is also in
+        The last pages of sequences are dropped first. A call drops at most one batch. A page that is also in
         ``above`` is dropped from both tiers. If only its lower copy were dropped, the upper copy would have to
         be saved again, and so on without end.
 
@@ -380,8 +380,8 @@ class Space:
             wanted: Number of pages to make space for.
             now: The current monotonic time.
             above: The upper tier from which pages are to be copied into the space, or None.
-            spared: A page not to drop: the parent of the page that needs the space, which would otherwise be
-                unreachable.
+            spared: A page that must not be dropped, or None: the parent of the page that needs the space.
+                Without its parent, the page that needs the space would be unreachable.
         """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:
@@ -486,8 +486,8 @@ class Space:
                 one saved page for another, so it makes sense only if the page is to leave ``src``.
 
         Returns:
-            False if there is no space. True if the page is there already, is in flight, or a copy was
-                planned.
+            False if there is no space. True if ``dst`` already has a copy, readable or in flight, or if a copy
+                was planned.
         """
         if key in self._tables[dst].copies:
             return True
@@ -617,7 +617,7 @@ class Drops:
             self._fates.popitem(last=False)
 
     def tell(self, *, refused: bool) -> None:
-        """If pages were lost, warn once that they are put faster than the lower tiers can store them.
+        """If pages were lost, warn once that pages are put faster than the lower tiers can store them.
 
         If ``refused``, do not warn, because a tier that refuses writes is reported elsewhere.
         """

@@ -55,7 +55,7 @@ class HintTable:
     def apply(self, hint: Hint, now: float) -> HintResult:
         """Process a hint. Never pins pages.
 
-        Only the first batch of its pages is reranked for eviction. While ``pending`` is True, call ``advance``
+        This call reranks at most one batch of pages for eviction. While ``pending`` is True, call ``advance``
         to rerank the others.
         """
         result = self._take_in(hint, now)
@@ -68,7 +68,7 @@ class HintTable:
         return bool(self._changes)
 
     def advance(self, limit: int) -> None:
-        """Rerank up to ``limit`` pages for eviction, as hints require, beginning with a hint's last page."""
+        """Rerank up to ``limit`` pages for eviction as hints require, for each hint from the last page to the first."""
         while self._changes and limit > 0:
             change, keys = self._changes[0]
             change(reversed(keys[-limit:]))

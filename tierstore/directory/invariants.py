@@ -129,9 +129,9 @@ def _check_lineage(residency: Residency) -> None:
 
 
 def _check_reach(residency: Residency) -> None:
-    """Check that a page is marked as unreachable exactly if its parent is unreachable or missing.
+    """Check that a page is marked as unreachable if and only if its parent is unreachable or missing.
 
-    Also check that its copies in all tiers are ranked accordingly.
+    Also check that the copies of the page in all tiers are ranked accordingly.
     """
     orphans, lineage = residency.orphans, residency.lineage
     for table in residency.tables.values():
@@ -139,12 +139,12 @@ def _check_reach(residency: Residency) -> None:
             cut_off = key in orphans
             _require(
                 ranked_unreachable(copy.rank) == cut_off,
-                "the rank of a page does not agree with whether it is reachable",
+                "a copy must be ranked as unreachable if and only if its page is unreachable",
             )
             if not orphans.pending:
                 _require(
                     orphans.after(lineage.parent(key)) == cut_off,
-                    "a page is marked as reachable, but its parent is not, or the other way round",
+                    "a page must be marked as unreachable if and only if its parent is unreachable or missing",
                 )
     found = sum(residency.held(key) for key in orphans.keys)
     _require(found == len(orphans.keys), "a page without a copy is marked as unreachable")

@@ -51,7 +51,7 @@ class LeaseRecord:
     sources: list[Tier] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     landing: set[int] = field(default_factory=set)
-    """Indices of pages that the lease no longer covers, but whose copies still write an engine's slots."""
+    """Indices of pages that the lease no longer covers, but that are still being copied into an engine's slots."""
     inexact_from: int | None = None
     """Index of the first covered page that may be inexact, or None.
 
@@ -70,9 +70,9 @@ class LeaseRecord:
     This is the case once ``ready`` or ``wait(written=False)`` has returned before all pages were there.
     """
     never_written: Event | None = None
-    """If a page that was put with the lease was never written, the event for which it was waiting, else None.
+    """The event of a page that was put with the lease and never written, because the event's device failed.
 
-    The device of the event has failed.
+    None if there is no such page.
     """
     wants_room: bool = False
     """Whether ``acquire`` waits for space in HBM for this lease."""
@@ -86,7 +86,7 @@ class LeaseRecord:
 
     @property
     def state(self) -> LeaseState:
-        """The state of the copies of the lease's pages. READY and FAILED are final.
+        """The state of the lease: whether all of its pages have arrived. READY and FAILED are final.
 
         READY does not mean that pages that were put with an event are already written.
         """
@@ -226,10 +226,10 @@ class Leases:
         lease.waiting = {i for i in lease.waiting if i < index}
 
     def under_way(self, lease: LeaseRecord) -> list[int] | None:
-        """Return the slots of the lease's pages whose copies to HBM are in flight.
+        """Return the HBM slots into which pages of the lease are being copied.
 
-        The result is None if some of these copies have not been submitted yet, because a page must first be
-        promoted, or if copies of pages that the lease no longer covers are still in flight.
+        The result is None if the lease is not complete, if a page must be promoted before its copy to HBM can
+        be submitted, or if copies of pages that the lease no longer covers are still in flight.
         """
         if not lease.complete or lease.landing:
             return None
@@ -245,7 +245,7 @@ class Leases:
         return coming
 
     def expire(self, now: float) -> None:
-        """Truncate every lease whose deadline has passed. It then ends before its first page that has not arrived."""
+        """Truncate each lease whose deadline has passed, so that it ends before the first page that has not arrived."""
         if not self._timed:
             self.next_deadline = None
             return

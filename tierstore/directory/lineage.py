@@ -155,8 +155,8 @@ class Orphans:
     """The set of unreachable pages. It affects only the order of eviction.
 
     When a page is lost or returns, the first of its descendants are updated at once, and the others in steps
-    (``advance``). A page is examined only if the state of its parent has changed, and its children only if
-    its own state changes.
+    (``advance``). A page is examined only if the state of its parent has changed. The children of a page are
+    examined only if the state of the page changes.
     """
 
     def __init__(self, pages: Residency, lineage: Lineage, queues: VictimQueues) -> None:
@@ -193,7 +193,7 @@ class Orphans:
             self._unreachable.add(key)
 
     def recheck(self, key: PageKey, parent: PageKey | None) -> None:
-        """Update the state of a page that became readable or got a parent, and its descendants if the state changes."""
+        """Update the state of a page that became readable or got a parent. If it changes, update the descendants."""
         if self.after(parent) == (key in self._unreachable):
             return
         self._flip(key)
@@ -258,8 +258,8 @@ class Orphans:
             self._push(key)
 
     def _push(self, key: PageKey) -> None:
-        # The latest change is processed first. If it reverts an earlier change, it ends at the last descendants
-        # that the earlier change has updated.
+        # The latest change is processed first. If it reverts an earlier change, its processing ends at the last
+        # descendants that the earlier change has updated.
         self._changed[key] = None
         self._changed.move_to_end(key)
 

@@ -42,7 +42,7 @@ class Load:
         slot: The HBM slot.
         source: The tier that the page is copied from next.
         source_slot: The slot of the page in ``source``.
-        submitted: Whether a transfer that fills the slot was submitted. The pin of the source then belongs to it.
+        submitted: Whether a transfer that fills the slot was submitted, which then owns the pin of the source.
         abandoned: Whether the lease was released before the load finished. Only set if an engine owns HBM.
         waiters: The leases that wait for the page, each with the page's index in the lease.
     """
@@ -59,14 +59,15 @@ class Load:
 class Loads:
     """All loads in progress, by HBM slot.
 
-    ``ended`` lists finished loads until the directory processes them. The bool says whether the page arrived.
+    ``ended`` lists finished loads, each with a bool that says whether the page arrived, until the directory
+    processes them.
     """
 
     def __init__(self, residency: Residency, transfers: Transfers, *, owned: bool) -> None:
         self.by_slot: dict[int, Load] = {}
         self.ended: list[tuple[Load, bool]] = []
         self.abandoned: list[int] = []
-        """Engine slots of leases that were released before their loads finished, once nothing writes to them."""
+        """Engine slots of abandoned loads (see ``Load``) to which nothing writes any more."""
         self._residency = residency
         self._transfers = transfers
         self.owned = owned
@@ -78,7 +79,7 @@ class Loads:
         self.staged = self.gate == hierarchy.memory_floor
         """Whether pages in record tiers are copied to the gate tier first, rather than directly to HBM."""
         self.promoting: dict[PageKey, list[Load]] = {}
-        """For each page that must first be promoted to the gate tier, its loads. All others are submitted."""
+        """The loads of each page that must first be promoted to the gate tier. All other loads are submitted."""
         self._queue: deque[PageKey] = deque()
 
     @property
@@ -218,7 +219,7 @@ class Loads:
         self._end_unheld(unheld[-wanted:])
 
     def any_unheld(self) -> bool:
-        """Return whether a load is in flight that no lease needs and whose slot will therefore become available."""
+        """Return whether any submitted load is not needed by a lease, so that its slot will become available."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
     def too_late(self, source: Tier, deadline: float, now: float, pages: int) -> bool:
@@ -276,7 +277,7 @@ _Place = tuple["PageKey", Tier]
 class _Brought(NamedTuple):
     """A promoted page that no lease has used yet.
 
-    ``tier`` is the tier that it was promoted to, and ``ways`` lists the edges that it took, in order.
+    ``tier`` is the tier that the page was promoted to, and ``ways`` lists the edges that the page took, in order.
     """
 
     tier: Tier
@@ -285,7 +286,7 @@ class _Brought(NamedTuple):
 
 
 class Promotions:
-    """All promotions for hints. ``awaited`` returns whether a lease waits for a page from a given tier."""
+    """Promotes pages for hints. ``awaited`` returns whether a lease waits for a page from a given tier."""
 
     def __init__(
         self,

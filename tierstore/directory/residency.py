@@ -146,7 +146,7 @@ class TierTable:
 
     @property
     def inner(self) -> int:
-        """Number of readable, unpinned copies that cannot be evicted before their pages' children."""
+        """Number of readable, unpinned copies that cannot be evicted before the children of their pages."""
         return self.idle - len(self.droppable) - len(self.dirty) - len(self.mirrors)
 
     def wait(self, copy: Copy, key: PageKey, queue: VictimQueue) -> None:
@@ -178,8 +178,8 @@ class TierTable:
 class Exactness:
     """Tracks which pages are exact, that is, bit for bit as they were put. Only ``Residency`` updates it.
 
-    A page is tainted if its copy above the lossy tiers may not be exact, or if it was computed from pages that
-    may not be exact.
+    A page is tainted if its copy above the lossy tiers may be inexact, or if the page was computed from pages
+    that may be inexact.
 
     Args:
         tables: The tables of all tiers.
@@ -223,7 +223,7 @@ class Exactness:
             self._tainted.update(keys)
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
-        """Mark a page that is about to be put after ``parent`` as tainted or as not tainted.
+        """Update whether a page that is about to be put after ``parent`` is tainted.
 
         Call this before the new copy is added, and while the copies of ``parent`` exist.
         """
@@ -340,7 +340,7 @@ class Residency:
     def match(self, keys: Sequence[PageKey]) -> list[Tier]:
         """Return the fastest tier of each page in the longest readable prefix of ``keys``.
 
-        Read-only, and does not count as a use of the pages. A page takes one dictionary lookup if the pages
+        Read-only, and does not count as a use of the pages. Each page needs one dictionary lookup if the pages
         around it are in the same tier, and otherwise at most one lookup per tier.
         """
         found: list[Tier] = []
@@ -392,7 +392,7 @@ class Residency:
         return self.tables[tier].idle
 
     def arriving(self, keys: Sequence[PageKey], tier: Tier) -> int:
-        """Return for how many of these pages the tier has a copy that is not readable yet."""
+        """Return the number of these pages whose copy in the tier is not readable yet."""
         table = self.tables.get(tier)
         if table is None or not table.arriving:
             return 0
@@ -413,7 +413,7 @@ class Residency:
     def unsaved(self, key: PageKey, tier: Tier) -> bool:
         """Return whether the page should still be saved to a tier below ``tier``.
 
-        That is not the case if it is saved there already, may not be stored there, or is unreachable.
+        That is not the case if it is saved there already, must not be stored there, or is unreachable.
         """
         return (
             tier < self.memory_only.lowest_for(key)
@@ -509,7 +509,7 @@ class Residency:
         table = self.tables[tier]
         if slot not in table.owned or table.ready(key):
             raise LeaseError(
-                f"slot {slot} of {tier.name} is not owned by a caller, or the page is already readable in {tier.name}"
+                f"slot {slot} of {tier.name} must be owned by a caller, and the page must not be readable there yet"
             )
         fresh = not self.held(key)
         if memory_only and fresh:
@@ -544,8 +544,8 @@ class Residency:
         table = self.tables[tier]
         if slot not in table.owned or not table.ready(key) or not table.copies[key].pins:
             raise LeaseError(
-                f"slot {slot} of {tier.name} is not owned by a caller, or the page has no readable, pinned copy in "
-                f"{tier.name}"
+                f"slot {slot} of {tier.name} must be owned by a caller, and the page must have a readable, pinned "
+                "copy there"
             )
         copy = table.copies[key]
         table.count(copy, -1)
@@ -589,7 +589,8 @@ class Residency:
             parent: The page before the first key, if the first key is in no tier yet.
 
         Returns:
-            For each page of the prefix, its slot in ``dst`` and its slot in ``src``, or -1 if ``src`` is None.
+            A pair for each page of the prefix: its slot in ``dst``, and its slot in ``src`` (-1 if ``src`` is
+                None).
 
         Raises:
             CapacityError: There is no space for the first page. Nothing has changed.
@@ -675,8 +676,8 @@ class Residency:
             parents: The page before each page, or None where it is unknown. Empty: the known parents remain.
 
         Returns:
-            For each page, whether its copy is readable now. If not, the copy was aborted or dropped before,
-                and this transfer no longer keeps its slot in quarantine.
+            For each page, whether its copy is readable now. If not, the copy was aborted or dropped earlier,
+                and this transfer no longer keeps the copy's slot in quarantine.
 
         Raises:
             LeaseError: A slot is not being written, or a source is not pinned.
@@ -735,7 +736,7 @@ class Residency:
         Its slot is quarantined until its transfer ends with ``commit`` or ``fail``.
         """
         if self.tables[dst].copies[key].ready:
-            raise LeaseError(f"the copy in {dst.name} is readable; evict it")
+            raise LeaseError(f"cannot abort a copy that is readable in {dst.name}; evict it instead")
         self._kill(key, self.tables[dst])
         self._forget_if_gone(key)
 
@@ -987,14 +988,14 @@ class Residency:
             self.orphans.gone(key)
 
     def _kill(self, key: PageKey, table: TierTable) -> None:
-        """Mark a copy in flight as dead. Its slot stays in quarantine until its transfer and pins are gone."""
+        """Mark a copy in flight as dead. Its slot is quarantined until its transfer has ended and its pins are gone."""
         copy = table.copies.pop(key)
         table.count(copy, -1)
         table.policy.left(key, copy.rank)
         table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 
     def _let_go(self, tier: Tier, table: TierTable, slot: int) -> None:
-        """Remove one holder of a quarantined slot. With the last holder, the slot becomes free.
+        """Remove one holder of a quarantined slot. When the last holder is removed, the slot becomes free.
 
         Raises:
             LeaseError: The slot is not in quarantine.

@@ -2,8 +2,8 @@
 
 If the store owns HBM, a caller owns slots from ``allocate`` until it puts or frees them. ``put`` turns them
 into pages that can be matched. If an engine owns HBM, the pages that it puts are queued until HOST has space,
-and the store reports when their slots are free again. Between ``put`` and that report, the engine must not
-put a slot again, nor load a page into it.
+and the store reports when their slots are free again. Between ``put`` and that report, the engine must neither
+put the slot again nor load a page into it.
 """
 
 from __future__ import annotations
@@ -124,16 +124,17 @@ class SealedSlots:
             keys: The pages.
             slots: The slot of each page, owned by the caller.
             parent: The page before the first key. None: the last page of the lease, if any.
-            lease: A lease that pins the pages. If it is exact, the put stops before a page with an inexact
-                copy in memory that cannot be dropped.
+            lease: A lease that pins the pages. If it may cover only exact pages, the put stops before the
+                first page that has an inexact copy in memory that cannot be dropped.
             written: Whether the bytes of the pages have been written.
             memory_only: Whether the pages must never be stored below memory.
             replaceable: Keys whose copy in HBM is still being written by another caller. The caller's slot
-                replaces that copy, unless it would be less exact, because without a lease the caller could
-                not wait for the other copy.
+                replaces that copy, because the caller has no lease with which to wait for it. If the caller's
+                page may be inexact, it does not replace the copy.
 
         Returns:
-            The slot of each page, and the caller's slots that are not needed (retired).
+            Two lists: the slot of each page that was put, and the caller's slots that are not needed, which
+                are retired.
         """
         table = self._residency.tables[Tier.HBM]
         kept: list[int] = []
@@ -230,7 +231,7 @@ class SealedSlots:
         return True
 
     def _may_put(self, key: PageKey, parent: PageKey | None, lease: LeaseRecord | None) -> bool:
-        """Return whether the page may be put with this lease, which may be an exact one.
+        """Return whether the page may be put with this lease, which may be restricted to exact pages.
 
         If the caller's page is exact, inexact copies in memory that are unpinned and saved in a lower tier
         are dropped first.
@@ -265,9 +266,9 @@ class _Page(NamedTuple):
 class OutgoingPages:
     """Pages that an engine has put and that are not copied out yet. Used if an engine owns HBM.
 
-    ``num_slots`` is 0 until the engine's tensors are registered. ``sinks`` learns which pages are to be
-    copied out, and when a copy starts or is given up, because a caller may ask to flush or demote such a page
-    before any tier has it.
+    ``num_slots`` is 0 until the engine's tensors are registered. ``sinks`` is told which pages are to be copied
+    out, and when the copy of a page has ended or is given up, because a caller may ask to flush or demote such a
+    page before any tier has it.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class OutgoingPages:
         """Raise LeaseError if a slot does not exist, is given twice, or is still being copied."""
         for slot in slots:
             if not 0 <= slot < self.num_slots:
-                raise LeaseError(f"the engine has no slot {slot}; its slots are 0 to {self.num_slots - 1}")
+                raise LeaseError(f"the engine's slots are 0 to {self.num_slots - 1}, got slot {slot}")
             if slot in self._slots or slot in self._loads.by_slot:
                 raise LeaseError(f"slot {slot} is still being copied; wait until that copy has finished")
         if len(set(slots)) != len(slots):

@@ -27,7 +27,7 @@ _SMOOTHING = 0.2
 class Move(NamedTuple):
     """A page to copy along an edge. Its slots are already reserved.
 
-    ``nbytes`` is the number of bytes reserved in the destination, 0 if that is memory.
+    ``nbytes`` is the number of bytes reserved in the destination, or 0 if the destination is memory.
     """
 
     key: PageKey

@@ -2,7 +2,7 @@
 
 Pages are copied down for four reasons: write-behind of newly put pages to HOST, timed spills to disk, making
 space ahead of need, and explicit requests (``demote`` and ``flush``). Pages are copied down one tier at a
-time. A page that was requested explicitly is called a sink, and is tracked until it has arrived or failed.
+time. A page whose copy was requested explicitly is called a sink, and is tracked until it has arrived or failed.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Sinks:
 
 
 _AHEAD = 16
-"""One in this many slots of each memory tier is kept free or droppable ahead of need."""
+"""In each memory tier, one of every ``_AHEAD`` slots is kept free or droppable ahead of need."""
 _ASK_AGAIN_S = 0.2
 """Pause in seconds between attempts to copy a page to a tier that failed. New pages are tried at once."""
 
@@ -226,7 +226,7 @@ _ASK_AGAIN_S = 0.2
 class WriteBack:
     """Plans all copies to lower tiers.
 
-    ``space`` makes space in a tier. ``sinks`` contains the pages that callers asked to copy down.
+    ``space`` makes space in a tier. ``sinks`` contains the pages that are copied down because a caller asked for it.
     """
 
     def __init__(self, residency: Residency, transfers: Transfers, flush_s: float) -> None:
@@ -360,8 +360,8 @@ class WriteBack:
     def _ask_again(self, now: float) -> None:
         """From time to time, try to copy one page to each tier that failed.
 
-        Otherwise, while no caller puts a page, an unsaved page could stay in the upper tier indefinitely. It
-        cannot be dropped, because later pages of its sequence are in the lower tier.
+        Otherwise, while no caller puts a page, an unsaved page could stay in the upper tier indefinitely: it
+        cannot be dropped if later pages of its sequence are in the lower tier.
         """
         if not self.space.failing or now < self._next_try:
             return
