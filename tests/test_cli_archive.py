@@ -99,7 +99,7 @@ def test_keys_listed_in_a_file_are_exported_and_missing_ones_named(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("zz", "line 1: a key has 72 hex digits, got 'zz'"), ("00", "line 1"), ("# none", "has no keys")],
+    [("zz", "line 1: a key must have 72 hex digits, got 'zz'"), ("00", "line 1"), ("# none", "has no keys")],
 )
 def test_invalid_key_is_refused_by_its_line(tmp_path: Path, text: str, why: str) -> None:
     listed = tmp_path / "keys.txt"

@@ -215,9 +215,9 @@ class BlockTable:
     def lose(self, first: int, stop: int) -> list[int]:
         """Remove page ``first`` and all pages after it, because the store took back sealed pages ``[first, stop)``.
 
-        The store does so if a page that was in flight could not be loaded. Its slot may since have become a
-        private page of another table of this family, so the slots of these pages are not released. Private pages
-        from ``stop`` on are.
+        The store takes them back if a page that was in flight could not be loaded. Their slots may since have
+        become private to another table of this family, so this method does not release them. It releases the
+        slots of private pages from ``stop`` on.
 
         Returns:
             The freed slots.

@@ -1,8 +1,8 @@
 """Builds the parts of a store from a configuration and a page layout.
 
-First, the configuration is checked for contradictions, and against the pages and the machine. These checks
-open and allocate nothing. A failed check raises a ConfigError that names the key, its value and a remedy.
-Then the tiers are opened.
+First, the configuration is checked: it must have no contradictions, and must suit the pages and the machine.
+These checks open and allocate nothing. A failed check raises a ConfigError that names the key, its value and a
+remedy. Then the tiers are opened.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
         )
     if not owns_hbm(config) and config.host is None:
         raise ConfigError(
-            "host is missing: a store without HBM of its own copies an engine's pages through host memory; add a host "
-            "section with a capacity, or an hbm section if the store is to have its own HBM"
+            "host is missing: a store that owns no HBM copies an engine's pages through host memory; add a host "
+            "section with a capacity, or an hbm section if the store should allocate HBM itself"
         )
     if config.hbm is not None:
         require_device(config.hbm.device)
@@ -242,8 +242,8 @@ def assemble(
     """Open every tier that the configuration names.
 
     Args:
-        lower: Further record tiers that the caller has opened, with the Tier as key. They store pages in the
-            format of the slowest memory tier. They are closed together with the other tiers.
+        lower: Further record tiers that the caller has opened, by Tier. They store pages in the format of the
+            slowest memory tier, and are closed together with the other tiers.
         name: Display name of the model, stored in the marker file of the NVMe directory.
 
     Raises:
@@ -399,8 +399,8 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
 def _collector_paused() -> Iterator[None]:
     """Pause Python's cyclic garbage collector.
 
-    Without this pause, the collector traverses the objects of a million pages again and again, which takes half
-    of the time that opening a store needs.
+    Without this pause, the collector repeatedly traverses the objects of up to a million pages, which takes
+    half of the time needed to open a store.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -456,7 +456,10 @@ def _known(
 
 
 def loss_class(config: StoreConfig) -> str:
-    """Return the loss class of pages that pass through all tiers. It is part of every key."""
+    """Return the loss class of pages that pass through all tiers.
+
+    Stores with different loss classes have different keys.
+    """
     return LOSS_CLASSES[config.codec]
 
 

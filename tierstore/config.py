@@ -180,7 +180,8 @@ def _directory(value: object) -> Path:
 
 
 _VARIABLE = re.compile(r"(^|/)\$[\w{(]")
-"""Matches a shell variable in a path. Without this check, ``$HOME/tier`` would create a directory ``$HOME``.
+"""Matches a shell variable in a path. Without this check, ``$HOME/tier`` would create a directory named
+``$HOME``.
 
 A ``$`` inside a name is accepted, and so is any ``$`` in a Path object.
 """
@@ -189,8 +190,7 @@ A ``$`` inside a name is accepted, and so is any ``$`` in a Path object.
 _YAML_NULLS = ("~", "null", "Null", "NULL")
 """YAML's spellings of null.
 
-Someone who writes ``path: ~`` or ``path: null`` gives no path, and does not mean the home directory or a
-directory named "null".
+``path: ~`` and ``path: null`` give no path. They do not mean the home directory or a directory named "null".
 """
 
 _TEXT = {"type": "string"}
@@ -292,8 +292,8 @@ class HostConfig(_Section):
     codec: HostCodec = "none"
     """Codec of pages in host memory.
 
-    Pages are encoded when they are copied there, and are written to disk in that form. All codecs except
-    `none` are lossy. They fit 1.9 to 3.6 times as many pages into the same memory. With such a codec,
+    Pages are encoded when they are copied to host memory, and are written to disk in encoded form. All codecs
+    except `none` are lossy. With a lossy codec, the same memory holds 1.9 to 3.6 times as many pages, and
     `nvme.codec` must be `none`, the same codec, or the same codec with `+zstd`. Under vLLM, only `none` and
     `int8` are allowed.
     """
@@ -312,8 +312,8 @@ class NvmeConfig(_Section):
     codec: DiskCodec = "none"
     """Codec of pages on disk.
 
-    `exp` is lossless; it saves a third of the disk space of bfloat16 pages and a seventh of that of float16
-    pages. All other codecs except `none` are lossy; with them, pages take a third to a half of the space.
+    `exp` is lossless. It saves a third of the disk space for bfloat16 pages, and a seventh for float16 pages.
+    All other codecs except `none` are lossy. With them, pages take a third to half of their unencoded size.
     """
     payload: Literal["auto", "lmdb", "extents"] = "auto"
     """Where the bytes of pages are stored: in LMDB (`lmdb`), or in preallocated files next to it (`extents`).
@@ -392,8 +392,8 @@ class StoreConfig(_Section):
     def codec(self) -> str:
         """The codec of the lowest configured tier below HBM.
 
-        This is ``nvme.codec``. If that is "none" or there is no disk tier, it is ``host.codec``, because
-        pages are written to disk as they are encoded in host memory.
+        This is ``nvme.codec``, or ``host.codec`` if there is no disk tier or ``nvme.codec`` is "none". In that
+        case pages are written to disk as they are encoded in host memory.
         """
         host, disk = ("none" if section is None else section.codec for section in (self.host, self.nvme))
         return host if disk == "none" else disk
@@ -412,8 +412,9 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
     Environment variables are not read, except to expand ``~`` to the home directory. Thread-safe.
 
     Args:
-        source: The path of a YAML file, or a mapping with the same keys. A number without a unit is a size in
-            bytes. As a duration it means seconds, but only in a mapping: in a file, durations need a unit.
+        source: The path of a YAML file, or a mapping with the same keys. A size without a unit is in bytes. A
+            duration without a unit is in seconds, and is accepted only in a mapping: in a file, durations need
+            a unit.
 
     Returns:
         The configuration, with defaults for all keys that are not given.

@@ -40,7 +40,7 @@ class ArchiveError(TierStoreError):
 class CapacityError(TierStoreError):
     """There are not enough slots, and no more pages can be evicted now.
 
-    Nothing was changed. Try again later, or compute the pages instead.
+    Nothing was changed. Retry later, or compute the pages instead.
     """
 
 

@@ -30,7 +30,7 @@ class _Deferred(NamedTuple):
     """An action that waits for an event.
 
     ``act`` is called once the event has completed. ``give_up`` is called instead if the event will never
-    complete, because its device has failed. Both return whether they must be called again.
+    complete because its device has failed. Each of them returns whether it must be called again.
     """
 
     event: Event
@@ -61,7 +61,7 @@ class PendingEvents:
         return bool(self._waiting)
 
     def poll(self) -> None:
-        """Run the actions whose events have completed. Each does a bounded amount of work per call."""
+        """Run the actions whose events have completed. Each action does a bounded amount of work per call."""
         if self._waiting:
             self._waiting = [deferred for deferred in self._waiting if _still_waits(deferred)]
 
@@ -80,7 +80,8 @@ class PendingEvents:
         The pages can be matched at once, but are copied to other tiers only after ``after`` has completed.
 
         Returns:
-            The slot of each key. Shorter than ``keys`` if an exact ``lease`` cannot cover all pages.
+            The slot of each key. The list is shorter than ``keys`` if an exact ``lease`` cannot cover all
+            pages.
         """
         written = after is None or _happened(after)
         kept, duplicates = self._directory.sealed.put(
@@ -275,9 +276,9 @@ def _still_waits(deferred: _Deferred) -> bool:
 def _ask(event: Event, *, log: bool = False) -> bool | None:
     """Return whether the event has completed, or None if ``query`` raised an exception.
 
-    ``query`` raises an exception if the device has failed or if the object is not really an event. Calls by
-    other callers query this event too and must not fail because of it, so the exception is caught. TimeoutError
-    is not caught, because it comes from a signal handler.
+    ``query`` raises an exception if the device has failed or if the object is not really an event. Other
+    callers' calls also query this event and must not fail because of it, so the exception is caught.
+    TimeoutError is not caught, because it comes from a signal handler.
     """
     try:
         return has_happened(event)

@@ -85,7 +85,7 @@ class Lease:
         - "not_found": no tier has the page.
         - "no_room": HBM is full of pages that are pinned, owned by callers or not saved yet. Acquire again
           later, or compute the page.
-        - "deadline": the page did not arrive by the deadline, or was expected to arrive later.
+        - "deadline": the page did not arrive by the deadline, or was expected to arrive after it.
         - "inexact": the lease is exact, but the page is not.
         - "failed": the page could not be read.
         - "replaced": the page was put again while it was being loaded layer by layer.
@@ -100,9 +100,9 @@ class Lease:
 
         Args:
             timeout_s: Longest time to block, in seconds. None: until the result is final. 0: do not block.
-            written: Whether to wait also for the events that were passed to ``put``. With False, READY means
-                only that all copies have arrived; before a stream reads the pages, make it wait for the event
-                that ``ready(layer)`` returns.
+            written: Whether to also wait for the events that were passed to ``put``. With False, READY means
+                only that all copies have arrived. In this case, make each stream wait for the event that
+                ``ready(layer)`` returns before the stream reads the pages.
 
         Returns:
             READY: All bytes of the pages are visible to the host and to every stream (unless ``written`` is
@@ -118,7 +118,7 @@ class Lease:
         return self._host.wait_until_settled(self._record, _deadline(timeout_s), written=written)
 
     def ready(self, layer: int, timeout_s: float | None = None) -> Event | None:
-        """Wait until the copies of this layer of all covered pages have been submitted to the device.
+        """Wait until the copies of this layer have been submitted to the device, for all covered pages.
 
         Later layers may still be in flight: pages from HOST are copied in groups of layers, for all pages of
         the lease together. If a copy fails afterwards, or a ``put`` replaces its page, ``wait`` truncates the
@@ -350,7 +350,7 @@ class LeaseHost:
             return state
 
     def wait_for_layer(self, record: LeaseRecord, layer: int, deadline: float | None) -> Event | None:
-        """Wait until the copies of this layer of all leased pages have been submitted. See ``Lease.ready``.
+        """Wait until the copies of this layer have been submitted, for all leased pages. See ``Lease.ready``.
 
         Returns:
             The event that completes when the layer can be read, or None if it can be read now.

@@ -96,7 +96,7 @@ class LiveSource:
             with lease:
                 if lease.wait(_PATIENCE_S) is LeaseState.READY and lease.num_pages:
                     return self._leased(key, lease, self._pool)
-                because = lease.missing_because or "it did not come in time"
+                because = lease.missing_because or "it did not arrive in time"
             if because != "no_room":
                 break
         return reason if because == "not_found" else because

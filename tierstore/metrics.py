@@ -1,8 +1,8 @@
 """The metrics of a store: counters in its own registry, and the data of ``stats()`` and ``explain()``.
 
 Counters are named ``tierstore_<noun>_<unit>_total``. ``acquire`` counts every requested page once, either as
-a hit in the tier where it was found or as a miss with a reason. So hits and misses add up to the number of
-requested pages.
+a hit in the tier where it was found or as a miss with a reason. Hits and misses therefore add up to the number
+of requested pages.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ class Metrics:
 
         Args:
             result: "useful": a lease used the pages. "late": a lease requested them while they were in
-                flight. "wasted": they were dropped without use. "cancelled": the same, but after the hint had
-                ended.
+                flight. "wasted": they were dropped without use. "cancelled": they were dropped without use
+                after the hint had ended.
             nbytes: Total size of the pages in bytes.
         """
         self._prefetch.labels(result).inc(nbytes)

@@ -320,7 +320,7 @@ class _Marks:
 
 
 _OF_THE_WRITER = frozenset({Failure.NO_SPACE, Failure.UNFIT, Failure.CLOSED, Failure.UNAVAILABLE})
-"""Failures of a write that a relay passes on unchanged. Any other is reported as UNAVAILABLE.
+"""Write failures that a relay passes on unchanged. Any other write failure is reported as UNAVAILABLE.
 
 Otherwise the directory would conclude that the record that was read is unusable, and drop it.
 """

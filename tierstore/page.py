@@ -4,9 +4,9 @@ In every tier, the page of one KV group is one contiguous blob that contains all
 KV groups consists of one blob per group, one after the other.
 
 ``buffer`` allocates memory for direct I/O in huge pages. With O_DIRECT, the kernel passes the physical
-address of every memory page to the disk. For 8 MiB in memory pages of 4 KiB, these are two thousand
-addresses. The kernel then splits the transfer into many small requests, so that a fast disk reaches only a
-third of its throughput (docs/benchmarks/disk.md, "Memory that a disk reads into").
+address of every memory page to the disk. A transfer of 8 MiB in 4 KiB memory pages has two thousand addresses.
+The kernel splits it into many small requests, so a fast disk reaches only a third of its throughput
+(docs/benchmarks/disk.md, "Memory that a disk reads into").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPE_NBYTES: dict[str, int] = {
 ALIGNMENT = 4096
 """Alignment in bytes of every blob of a page, in every tier.
 
-Because of it, a single DMA copy or a single direct-I/O request can transfer a page.
+With this alignment, a single DMA copy or a single direct-I/O request can transfer a page.
 """
 
 LAYOUT_VERSION = 1
@@ -227,10 +227,10 @@ _WORTH_NBYTES = 64 << 10
 def buffer(nbytes: int) -> NDArray[np.uint8]:
     """Allocate a zeroed uint8 array of ``nbytes`` bytes for direct I/O.
 
-    The array starts at the beginning of a memory page or, from 64 KiB on, of a huge page. The kernel provides
-    the memory when it is first touched, in whole huge pages if transparent huge pages are enabled (``always``
-    or ``madvise``). The memory is freed when the last view is gone. A forked child process does not inherit
-    it. Otherwise a transfer in flight during the fork could write to the child's copy instead of the
+    The array starts at the beginning of a memory page or, if it has at least 64 KiB, of a huge page. The kernel
+    provides the memory when it is first touched, in whole huge pages if transparent huge pages are enabled
+    (``always`` or ``madvise``). The memory is freed when the last view is gone. A forked child process does not
+    inherit it. Otherwise a transfer in flight during the fork could write to the child's copy instead of the
     parent's.
     """
     import numpy as np  # imported here, so that code that needs only the geometry does not import NumPy

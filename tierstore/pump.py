@@ -121,7 +121,7 @@ class Guard:
         self.longest_s = 0.0
         """Longest time for which the lock was held."""
         self.longest_cpu_s = 0.0
-        """The same in CPU time of the holding thread, which excludes time in which other threads run."""
+        """Longest CPU time of a thread while it held the lock. Time in which other threads ran is not included."""
         self.broken = False
         """Whether a thread was interrupted while it held the lock."""
         self._held = False

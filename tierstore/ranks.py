@@ -273,7 +273,7 @@ class _Merging:
     """Number of ranks whose only ack reports that every page was copied."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
-    """Keys of pages in the last answer that arrived on some ranks but not on all."""
+    """Keys of the pages that, according to the last answer, arrived on some ranks but not on all."""
 
     @classmethod
     def of(cls, transfer: Transfer, ranks: int) -> _Merging:
@@ -347,7 +347,10 @@ class _Merging:
         )
 
     def _all_copied(self) -> Ack:
-        """Return the ack if every rank has copied every page, as is usual. A page has its largest size on any rank."""
+        """Return the ack for the usual case, in which every rank has copied every page.
+
+        The size of a page is its largest size on any rank.
+        """
         by_rank = [outcome.values() for outcome in self.outcomes]
         found = by_rank[0] if len(by_rank) == 1 else map(max, *by_rank)
         sizes = tuple(size for size in found if not isinstance(size, Failure))

@@ -151,7 +151,8 @@ class OwnSlots:
         """Take ``n`` slots in chunks. If fewer are available, give back those taken and try to free more.
 
         Returns:
-            The slots, or an empty list; and whether a failed attempt has freed any slots.
+            A pair: the ``n`` slots, or an empty list if fewer are available; and whether this call freed slots
+            for another attempt, which is False if it returns ``n`` slots.
         """
         slots: list[int] = []
         made_room = False
@@ -421,7 +422,7 @@ class TierStore:
                 one per group.
             pump: Whether the store runs a thread that processes finished copies and starts new ones. With
                 False, this happens only during calls, so the caller must call ``poll`` in each engine step.
-                Methods that are documented as read-only do not do it.
+                Methods that are documented as read-only do neither.
             name: Display name of the model, shown by `tierstore inspect`. It is not part of any key.
 
         Raises:
@@ -770,8 +771,8 @@ class TierStore:
         page that is not readable in the next lower tier or for which no slot is available. A slot is
         available if it is free, or if its page is saved in a lower tier and no hint keeps it. Until the hint
         ends, promoted pages are evicted after other pages, but they are not pinned. Nothing starts while a
-        lease waits for pages from the lower tier, or if the hint is no longer active. After a call that
-        withdraws or replaces the hint has returned, no copy starts for it.
+        lease waits for pages from the lower tier, or if the hint is no longer active. Once a call that
+        withdraws or replaces the hint has returned, no further copy starts for this hint.
 
         Args:
             hint: The hint, as returned by ``take_hints``.
@@ -800,7 +801,7 @@ class TierStore:
         """Move pages down to ``tier`` in the background.
 
         Once a page has arrived, its copies in higher tiers are dropped as soon as they are unpinned. Keys
-        that no tier has are skipped. A memory-only page is moved to HOST at most, or stays where it is if
+        that no tier has are skipped. A memory-only page is moved no lower than HOST, or stays where it is if
         there is no HOST tier.
 
         Returns:

@@ -43,7 +43,7 @@ class Worker(Thread):
         return self._begun and not self._over.is_set() and os.getpid() == self._pid
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until ``target`` has ended, or for ``timeout`` seconds.
+        """Wait until ``target`` has ended, but at most ``timeout`` seconds.
 
         Returns at once if the thread was never started.
 

@@ -410,12 +410,12 @@ class Promoted:
 
     Attributes:
         keys: Keys of the pages whose promotion was started by this call.
-        covered: Number of pages, counted from the first given key without a gap, that are in the tier or in
+        covered: Length in pages of the longest prefix of the given keys whose pages are all in the tier or in
             flight to it. 0 if the hint is no longer active or a lease waits for pages from the lower tier.
-        in_force: Whether the hint is still active: neither replaced, nor withdrawn, nor expired. If not, no
-            promotion starts for it.
+        in_force: Whether the hint is still active: neither replaced, nor withdrawn, nor expired. If False, no
+            promotion starts for the hint.
         in_flight: Number of pages that are being promoted now, to any tier, including those of this call.
-        arriving: Number of these pages that are being promoted to the tier of this call.
+        arriving: Number of the ``in_flight`` pages that are being promoted to the tier of this call.
     """
 
     keys: tuple[PageKey, ...]
@@ -459,8 +459,7 @@ class Hint:
             raise ValueError(f"Hint.need must be 'will_need', 'wont_need' or 'retain', got {self.need!r}")
         if isinstance(self.keys, bytes | str):
             raise ValueError(f"Hint.keys must be a sequence of page keys, got {self.keys!r:.60}")
-        # Copy the keys, because the caller may change its list later while the store counts references to
-        # them.
+        # Copy the keys: the store counts references to them, and the caller may change its list later.
         object.__setattr__(self, "keys", tuple(self.keys))
         strange = [key for key in self.keys if not isinstance(key, bytes)]
         if strange:

@@ -42,7 +42,7 @@ class Watch:
         """Stop calling the callback, and discard queued changes.
 
         Thread-safe and idempotent. May be called from within the callback. If the callback is running in
-        another thread, that call continues after ``end`` has returned.
+        another thread, it may still be running when ``end`` returns.
         """
         self._ended = True
         self._watches.remove(self)
@@ -101,8 +101,8 @@ class Watches:
         """Call the callbacks until all queued changes are reported.
 
         The caller must not hold the store's lock. Only one thread at a time calls callbacks. A call that is
-        made meanwhile, by another thread or by a callback, returns at once; the first thread reports its
-        changes too. An exception raised by a callback is propagated, and the change counts as reported.
+        made meanwhile, by another thread or by a callback, returns at once, because the first thread reports
+        all changes. An exception raised by a callback is propagated, and the change counts as reported.
         """
         while any(watch._untold for watch in self._open):
             if not self._telling.acquire(blocking=False):

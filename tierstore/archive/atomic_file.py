@@ -1,8 +1,9 @@
 """Atomic creation of a large file: it appears complete or not at all.
 
 ``Draft`` writes a file ``NAME.part`` next to the destination NAME. A commit renames it to NAME; otherwise it is
-removed. A process locks ``NAME.part`` while it writes it. If the process is killed, ``NAME.part`` stays behind
-unlocked, and the next writer of NAME overwrites it. There is therefore never more than one such file.
+removed. While a process writes ``NAME.part``, it holds a lock on that file. If the process is killed,
+``NAME.part`` stays behind unlocked, and the next writer of NAME overwrites it. There is therefore never more
+than one such file.
 
 ``Output`` is the stream to which the file is written. It uses direct I/O, because an archive has gigabytes of data
 that will not be read soon. In the page cache, it would displace data that other programs use. Large direct writes

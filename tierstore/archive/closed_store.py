@@ -104,7 +104,7 @@ class ClosedSource:
         self._opened = opened.pop_all()
 
     def classes(self, keys: Iterable[PageKey] | None = None) -> Counter[str]:
-        """Return the number of pages of each loss class, among ``keys`` or, without ``keys``, among all pages."""
+        """Count the pages of each loss class, among ``keys`` or, if ``keys`` is None, among all pages."""
         found = self._classes
         return Counter(found.values() if keys is None else (found[key] for key in keys if key in found))
 
@@ -183,7 +183,7 @@ class ClosedSink:
         self._closed = False
         self._present: set[PageKey] = set()
         self._cut_off: dict[PageKey, list[PageKey]] = {}
-        """Pages that cannot be reached yet, by their parent, which is missing or cannot be reached itself."""
+        """Pages that cannot be reached yet, grouped by parent. Each parent is missing or cannot be reached itself."""
         self._reached: set[PageKey] = set()
         for key, parent, _ in shard.catalogue.reader.summaries():
             self._note(key, parent)
@@ -237,7 +237,7 @@ class ClosedSink:
         return records
 
     def _store(self, records: Sequence[Record]) -> int:
-        """Store records in one transaction, in order. Return how many were kept, which are always the first ones."""
+        """Store records in order, in one transaction. Return how many were kept, counted from the first record."""
         pages = [Page(each.head.key, each.head.parent, each.payload, each.head) for each in records]
         try:
             sizes = self._catalogue.store(pages)

@@ -59,7 +59,7 @@ async def write_archive(
         progress: Called after every page.
 
     Returns:
-        What was written, and the pages that could not be read.
+        The number and sizes of the pages in the file, and the pages that could not be read.
 
     Raises:
         ArchiveError: ``keys`` is empty, or no page could be read.

@@ -76,10 +76,11 @@ async def read_contents(path: Path) -> Contents:
 
 
 async def read_archive(path: Path, sink: Sink, progress: Progress | None = None) -> Imported:
-    """Store all pages of an archive that are intact and can be reached.
+    """Store the intact and reachable pages of an archive.
 
     A page can be reached if the store contains all pages before it in its sequence. A page that ``sink`` already has is
-    not replaced. If the import is cancelled, the pages stored so far are kept. They are complete and can be reached.
+    not replaced. If the import is cancelled, the pages stored so far are kept. Each of them is complete and can
+    be reached.
 
     Args:
         path: The archive.
@@ -87,13 +88,14 @@ async def read_archive(path: Path, sink: Sink, progress: Progress | None = None)
         progress: Called after every page.
 
     Returns:
-        How many pages were stored or already present, and which pages were not stored.
+        The number of pages that were stored, the number that were already present, and the pages that were not
+        stored.
 
     Raises:
         ArchiveError: The file is not an archive, was truncated, or is damaged outside its pages, or its pages
             do not match ``sink.description``. Nothing was stored.
         OSError: The file cannot be read.
-        TierStoreError: See ``Sink.take``. Pages stored before are kept.
+        TierStoreError: See ``Sink.take``. Pages that were already stored are kept.
     """
     with _named(path), _opened(path) as file:
         reader = wrap(file)

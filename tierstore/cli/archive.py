@@ -34,8 +34,8 @@ Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme
 _SHOWN_KEYS = 20
 _READ_FIRST = (
     "Let the model read it first: give it to `tierstore serve` with this configuration (POST /v1/documents), or run it "
-    "through a TierStoreCache. Then stop that program and export again. What was read with a salt, a tenant's key or "
-    "extras has other keys: list them in a file for --keys"
+    "through a TierStoreCache. Then stop that program and export again. Text that was read with a salt, a tenant's key "
+    "or extras has other page keys: list these in a file for --keys"
 )
 """Advice in the error message about a document that no model has read."""
 
@@ -53,7 +53,7 @@ def export(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Model that computed the document of --doc: smollm2, gemma3, or a model's folder."),
+        typer.Option(help="Model that computed the pages of --doc: smollm2, gemma3, or a model's folder."),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -97,8 +97,8 @@ def export(
             wanted = listed or (source.keys() if document is None else document.keys(source))
             if not wanted and document is not None:
                 raise ConfigError(
-                    f"no stored page begins with the document {doc}: {model} has not read it into {path}, neither as "
-                    f"the first words of a chat nor on its own. {_READ_FIRST}"
+                    f"no stored page begins with the document {doc}: {model} has not read it into {path}, either as "
+                    f"the first words of a chat or on its own. {_READ_FIRST}"
                 )
             done = _run(write_archive(out, wanted, source, show))
     _say_exported(done)
@@ -269,7 +269,7 @@ def _keys(path: Path) -> list[PageKey]:
             key = b""
         if len(key) != KEY_NBYTES:
             raise ConfigError(
-                f"{path}, line {number}: a key has {2 * KEY_NBYTES} hex digits, got {text[:80]!r}"
+                f"{path}, line {number}: a key must have {2 * KEY_NBYTES} hex digits, got {text[:80]!r}"
             )
         found.append(PageKey(key))
     if not found:

@@ -86,7 +86,7 @@ def core(
         int, typer.Option(min=1, help="Resident pages whose memory is counted, and records of the catalogue.")
     ] = 1_000_000,
     restored: Annotated[
-        int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens in the restore without a GPU.")
+        int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens to restore without a GPU.")
     ] = 8192,
     place: Annotated[
         Path, typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed.")
@@ -137,9 +137,11 @@ def nvme(
     page_sizes: Annotated[
         str, typer.Option(help="Page sizes, separated by commas.")
     ] = "256KiB,1MiB,2MiB,8MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each paired with a raw one.")] = 7,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs of each kind; each is paired with a run on the raw disk.")
+    ] = 7,
     readers: Annotated[
-        int, typer.Option(min=1, max=MOST_READERS, help="Reader threads, for every contender.")
+        int, typer.Option(min=1, max=MOST_READERS, help="Reader threads in each of the compared programs.")
     ] = 2,
     stall_size: Annotated[
         str, typer.Option(help="Bytes to move while a thread watches for stalls.")
@@ -415,7 +417,7 @@ def attention(
     layers: Annotated[int, typer.Option(min=1, help="Layers of a page and of a decoding step.")] = 32,
     filled: Annotated[int, typer.Option(min=1, help="Layers that compute the new tokens in one run.")] = 4,
     page_size: Annotated[
-        int, typer.Option(min=1, help="Tokens per page, of 4 KiB per token and layer.")
+        int, typer.Option(min=1, help="Tokens per page; a token takes 4 KiB per layer.")
     ] = 64,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median is reported.")] = 5,
     as_json: Json = False,
@@ -509,11 +511,11 @@ def codec(
             min=0.0,
             max=3600.0,
             callback=finite,
-            help="Seconds of one run with one thread or two; there are 252 runs.",
+            help="Seconds that one run takes, with one thread or two; there are 252 runs.",
         ),
     ] = 0.1,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot ratio against divergence into this file: .png, .svg or .pdf.")
+        Path | None, typer.Option(help="File for a plot of ratio against divergence: .png, .svg or .pdf.")
     ] = None,
     synthetic: Annotated[bool, typer.Option("--synthetic", help="Use synthetic pages and no model.")] = False,
     as_json: Json = False,
@@ -681,7 +683,7 @@ _WAYS: tuple[tuple[LinkPath, str, tuple[Direction, ...]], ...] = (
 def overlap(
     device: Device = "cuda:0",
     restored: Annotated[str, typer.Option(help="Bytes of the lease to restore.")] = "16GiB",
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page, of 128 KiB per token.")] = 64,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page; a token takes 128 KiB.")] = 64,
     layers: Annotated[int, typer.Option(min=1, max=256, help="Layers per page, a power of two.")] = 32,
     compute: Annotated[
         str, typer.Option(help="Compute times as multiples of the copy time, separated by commas.")
@@ -689,7 +691,7 @@ def overlap(
     matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices to multiply.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median is reported.")] = 5,
     read: Annotated[
-        str, typer.Option(help="Bytes that the kernels that run during copies read and write.")
+        str, typer.Option(help="Bytes read and written by the kernels that run during copies.")
     ] = "4GiB",
     times: Annotated[
         int, typer.Option(min=3, help="Number of times that these kernels run while a batch is copied.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tierstore.nvme.inspection import HomeReport, ShardReport, ShardVerdict
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store, its nvme.path.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the store (nvme.path).")]
 _SHOWN_KEYS = 20
 _MODEL_ROOM, _LEAST_MODEL_ROOM = 60, 12
 _DIGEST = re.compile("[0-9a-f]{64}")

@@ -128,7 +128,7 @@ def require_memory(options: Mapping[str, int], needed: int) -> None:
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` exists. The message names ``option``, with which the user gave it."""
+    """Raise ConfigError unless ``folder``, the value of ``option``, exists. The message names the option."""
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder}: no such folder")
 

@@ -48,7 +48,7 @@ def replay(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Eviction order of all tiers; may be repeated. Default: lru and adaptive."),
+        typer.Option(help="Eviction policy of all tiers; may be repeated. Default: lru and adaptive."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Size of a HOST tier.")] = None,
     nvme: Annotated[str | None, typer.Option(help="Size of an NVMe tier.")] = None,
@@ -60,7 +60,7 @@ def replay(
         Path | None,
         typer.Option(help="Take tiers, policies and admission from this file instead of the options."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot hit rate against capacity into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of hit rate against capacity.")] = None,
     bounds: Annotated[
         Path | None,
         typer.Option(

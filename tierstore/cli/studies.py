@@ -94,17 +94,19 @@ def hints(
         ),
     ] = "none",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N, as in hbm.device.")] = "cpu",
-    tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Length of a document.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=PAGE_SIZE, help="Length of a document in tokens.")] = 4096,
     disk_tokens: Annotated[
         int | None,
-        typer.Option(min=PAGE_SIZE, help="Length of a document on disk, if it differs from --tokens."),
+        typer.Option(
+            min=PAGE_SIZE, help="Length in tokens of a document on disk, if it differs from --tokens."
+        ),
     ] = None,
     documents: Annotated[
         int, typer.Option(min=1, help="Number of documents. They are requested in turn.")
     ] = 1,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model if it is none or random.")] = 32,
     sources: Annotated[
-        str, typer.Option("--from", help="Where the documents are at first: nvme, host, or both.")
+        str, typer.Option("--from", help="Where the documents are initially: nvme, host, or both.")
     ] = "nvme,host",
     rounds: Annotated[
         int, typer.Option(min=1, help="Rounds over all documents and cases; medians are reported.")

@@ -127,7 +127,7 @@ def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[
 
 
 def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
-    """Check whether this vLLM can give layers with sliding windows a KV cache group of their own."""
+    """Check whether this vLLM can put layers with sliding windows into separate KV cache groups."""
     name, theirs = "hybrid KV cache manager", connector.get("SupportsHMA")
     if theirs is None:
         why = f"vllm/{_CONNECTOR} does not define the connector's interface"
@@ -139,7 +139,7 @@ def groups(connector: Mapping[str, Class], ours: Class) -> Iterator[Check]:
         )
         yield Check(name, "off with TierStore", "note", why)
     else:
-        yield Check(name, "windows have groups of their own")
+        yield Check(name, "windows have separate groups")
         yield from hooks("SupportsHMA", theirs, ours, _CONNECTOR)
 
 
@@ -190,11 +190,11 @@ def secondary_tier(package: Path) -> Iterator[Check]:
 
 
 _MISMATCHES = {
-    "PARAMETER_REMOVED": "we do not accept {}",
-    "PARAMETER_MOVED": "{} has another position",
+    "PARAMETER_REMOVED": "TierStore does not accept {}",
+    "PARAMETER_MOVED": "{} is at another position",
     "PARAMETER_CHANGED_KIND": "{} is passed in another way",
-    "PARAMETER_CHANGED_REQUIRED": "we require {}",
-    "PARAMETER_ADDED_REQUIRED": "we require {}",
+    "PARAMETER_CHANGED_REQUIRED": "TierStore requires {}",
+    "PARAMETER_ADDED_REQUIRED": "TierStore requires {}",
 }
 """Messages for the differences that make a call fail, by griffe's name for the kind of difference.
 
@@ -213,13 +213,13 @@ def _mismatches(theirs: Class, ours: Class) -> dict[str, str]:
     for breakage in griffe.find_breaking_changes(theirs, ours):
         name, old, new = breakage.obj.name, breakage.old_value, breakage.new_value
         if breakage.kind is griffe.BreakageKind.OBJECT_CHANGED_KIND:
-            found[name] = f"{_kind(theirs.members[name])} there, {_kind(ours.members[name])} with us"
+            found[name] = f"{_kind(theirs.members[name])} in vLLM, {_kind(ours.members[name])} in TierStore"
         elif breakage.kind.name in _MISMATCHES and not _is_harmless(old, new, ours.functions[name]):
             found.setdefault(name, _MISMATCHES[breakage.kind.name].format((old or new).name))
     for name in theirs.functions.keys() & ours.functions.keys():
         kinds = _kind(theirs.functions[name]), _kind(ours.functions[name])
         if kinds[0] != kinds[1]:
-            found[name] = f"{kinds[0]} there, {kinds[1]} with us"
+            found[name] = f"{kinds[0]} in vLLM, {kinds[1]} in TierStore"
     return found
 
 

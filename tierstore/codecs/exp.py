@@ -2,15 +2,15 @@
 
 It compresses the exponents with zstandard and stores all other bits as they are.
 
-Each 16-bit number is split into two bytes. The high byte is bits 14..7 (bfloat16: the exponent; float16: the
-exponent and three bits of the mantissa). The low byte is the sign and bits 6..0, which do not compress. Over the
-tokens of a page, the high bytes of one channel (layer, K or V, head, dimension) stay close to their maximum. The
-codec therefore compresses each channel's maximum and the distances from it. All arithmetic is on integers, so
-every bit pattern is restored: NaN payloads, infinities, subnormals and -0. KV groups of other dtypes and the
-gaps between groups are copied unchanged.
+Each 16-bit element is split into two bytes. The high byte is bits 14..7 (bfloat16: the exponent; float16: the
+exponent and three bits of the mantissa). The low byte is the sign and bits 6..0, which do not compress. Over
+the tokens of a page, the high bytes of one channel (layer, K or V, head, dimension) stay close to their
+maximum. The codec therefore compresses each channel's maximum and the distances from it. All arithmetic is on
+integers, so every bit pattern is restored: NaN payloads, infinities, subnormals and -0. KV groups of other
+dtypes and the gaps between groups are copied unchanged.
 
     payload = zstandard frame of (maxima, distances) for each KV group of 16-bit floats
-              | low bytes of the numbers | rest of the page
+              | low bytes of the elements | rest of the page
 
 Zstandard levels above 1 and match searches compress real KV less well, and take longer. Token-major order
 compresses as well as channel-major order once the maxima are removed (docs/history/codecs.md).
@@ -45,7 +45,7 @@ MOST_STORED = 0.9
 Decoding would take more time than the smaller payload saves.
 """
 
-_PART = 1 << 19  # numbers processed at a time, so that they stay in the processor's cache
+_PART = 1 << 19  # elements processed at a time, so that they stay in the processor's cache
 _LOW = 0x807F  # mask of the bits in the low byte
 _SLACK = {"bfloat16": 0, "float16": 7}  # mantissa bits of the high byte, all set in the maximum
 _WORD = np.dtype("<u2")
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def numbers(self) -> int:
-        """Number of 16-bit numbers in the group."""
+        """Number of 16-bit elements in the group."""
         return self.rows * self.tokens * self.channels
 
     @property
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def row_parts(self) -> Iterator[slice]:
-        """Slices of rows that are processed together: ``_PART`` numbers at most, but at least one row."""
+        """Slices of rows that are processed together: at most ``_PART`` elements, but at least one row."""
         step = self.part_rows
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
@@ -102,20 +102,21 @@ class Geometry:
 
     @property
     def numbers(self) -> int:
-        """Number of 16-bit numbers in the page."""
+        """Number of 16-bit elements in the page."""
         return sum(group.numbers for group in self.groups)
 
     @property
     def plane_nbytes(self) -> int:
         """Size in bytes of the zstandard frame's content.
 
-        It contains a byte per number for the distance, and a byte per channel of each row for the maximum.
+        The content is one byte per element for the distance, and one byte per channel of each row for the
+        maximum.
         """
         return sum(group.numbers + group.rows * group.channels for group in self.groups)
 
     @property
     def kept_nbytes(self) -> int:
-        """Number of bytes after the frame: the numbers' low bytes, and all bytes outside the groups."""
+        """Number of bytes after the frame: the low bytes of the elements, and all bytes outside the groups."""
         return self.page_nbytes - self.numbers
 
     def rest(self, page: Bytes) -> Iterator[Bytes]:
@@ -199,7 +200,7 @@ class Decoder:
     def decode(self, payload: Bytes, page: Bytes) -> None:
         """Fill ``page`` from ``payload``. Both are flat contiguous uint8 and must not overlap.
 
-        Corruption that leaves the payload's form valid is not detected here, but by the record's checksum.
+        Corruption that leaves the form of the payload valid is detected by the record's checksum, not here.
 
         Raises:
             IntegrityError: ``Encoder`` cannot have written this payload for such a page. The content of
@@ -276,7 +277,7 @@ def _planes(geometry: Geometry, plane: Bytes) -> Iterator[tuple[Group, Bytes, By
 
 
 def _lows(geometry: Geometry, kept: Bytes) -> Iterator[tuple[Group, Bytes]]:
-    """Yield each group with the low bytes of its numbers, ``[rows, tokens, channels]``."""
+    """Yield each group with the low bytes of its elements, ``[rows, tokens, channels]``."""
     at = 0
     for group in geometry.groups:
         end = at + group.numbers

@@ -80,7 +80,7 @@ class Packer:
     def pack(self, page: Bytes, slot: Bytes) -> bool:
         """Fill ``slot`` with the payload of ``page``, followed by zeros.
 
-        Return False if the codec cannot represent one of the page's numbers.
+        Return False if the codec cannot represent one of the page's elements.
 
         Args:
             page: Flat uint8. It is not changed.

@@ -2,9 +2,9 @@
 
 ``LOSSY`` defines how each codec quantizes keys and values, and its loss class. A loss class is part of the
 key namespace: pages of the same class may replace each other, and pages of different classes never do. Codecs
-that decode to the same numbers have the same class. For example, ``int8`` and ``int8+zstd`` do.
-``CodeCompressor`` and ``CodeExpander`` convert between their payloads without loss, and without decoding any
-number.
+that decode to the same values have the same class, for example ``int8`` and ``int8+zstd``. ``CodeCompressor``
+and ``CodeExpander`` convert between the payloads of two such codecs without loss, and without decoding any
+element.
 
 ``PayloadLayout`` defines which bytes of a page are keys and values, and where a payload contains their codes
 and scales:
@@ -90,7 +90,8 @@ class Lossy:
     """A lossy codec, with a scheme for keys and one for values.
 
     KV groups with a single plane, such as MLA's latent, use the scheme for keys. With ``zstd``, codes are
-    compressed and the length of a payload depends on the numbers. Otherwise it depends only on the layout.
+    compressed, and the length of a payload depends on the contents of the page. Without it, the length depends
+    only on the layout.
     """
 
     name: str
@@ -139,7 +140,7 @@ class Plane:
 
     @property
     def numbers(self) -> int:
-        """Number of values in the plane."""
+        """Number of elements in the plane."""
         return self.layers * self.shape.numbers
 
     @property
@@ -171,7 +172,10 @@ class Plane:
 
 
 class Parts(NamedTuple):
-    """A plane's parts of a payload: scales and minimums ``[layers, *sides]``, and codes ``[layers, n]``."""
+    """The parts of a payload that belong to one plane.
+
+    These are scales and minimums ``[layers, *sides]``, and codes ``[layers, n]``.
+    """
 
     scales: NDArray[np.uint16]
     floors: NDArray[Any]
@@ -189,7 +193,7 @@ class PayloadLayout:
     def of(cls, layout: PageLayout, codec: Lossy) -> PayloadLayout:
         """Return the payload layout of pages with ``layout``.
 
-        KV groups of floating-point numbers are encoded, unless they are of kind "state". All other bytes are
+        KV groups with a floating-point dtype are encoded, unless they are of kind "state". All other bytes are
         copied unchanged.
         """
         planes = []
@@ -306,7 +310,7 @@ class CodeCompressor:
 
 
 class CodeExpander:
-    """Undoes what ``CodeCompressor`` does. For example, it converts ``int8+zstd`` to ``int8``. Not thread-safe."""
+    """Decompresses the codes in payloads, for example to convert ``int8+zstd`` to ``int8``. Not thread-safe."""
 
     def __init__(self, codec: Lossy, layout: PageLayout) -> None:
         self._places = PayloadLayout.of(layout, codec)
@@ -316,7 +320,7 @@ class CodeExpander:
         """Write ``payload`` into ``out`` with its codes decompressed.
 
         Raises:
-            IntegrityError: The codes cannot be decompressed, or are not those of a page of this layout.
+            IntegrityError: The codes cannot be decompressed, or do not fit a page of this layout.
         """
         start, end = self._places.kept_nbytes, self._places.fixed_nbytes
         codes = expanded(self._zstd, payload[start:], self._places.code_nbytes)
@@ -330,7 +334,7 @@ MOST_STORED = 0.9
 So small a saving is not worth the loss.
 """
 
-_PART = 1 << 16  # numbers processed at a time, so that they stay in the processor's cache
+_PART = 1 << 16  # elements processed at a time, so that they stay in the processor's cache
 
 
 def fixed_nbytes(codec: Lossy, layout: PageLayout) -> int | None:
@@ -394,7 +398,7 @@ class Encoder:
         """Write the payload of ``page`` into ``out`` and return its length in bytes.
 
         Return None if the codec does not encode pages of this layout, if the payload would save less than 10 %,
-        or if a number is NaN, infinite or beyond ``LARGEST``.
+        or if an element is NaN, infinite or beyond ``LARGEST``.
 
         Args:
             page: Flat contiguous uint8. It is not changed.
@@ -445,9 +449,8 @@ class Decoder:
     def decode(self, payload: Bytes, page: Bytes) -> None:
         """Fill ``page`` from ``payload``, within the codec's error bounds.
 
-        Both are flat contiguous uint8 and must not overlap. A payload always decodes to the same finite
-        numbers. Corruption that leaves the payload's form valid is not detected here, but by the record's
-        checksum.
+        Both are flat contiguous uint8 and must not overlap. A payload always decodes to the same finite values.
+        Corruption that leaves the form of the payload valid is detected by the record's checksum, not here.
 
         Raises:
             IntegrityError: ``Encoder`` cannot have written this payload for such a page. The content of

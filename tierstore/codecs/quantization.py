@@ -1,23 +1,24 @@
-"""Quantization of floating-point numbers, with the same results on every machine.
+"""Quantization of floating-point elements, with the same results on every machine.
 
-``Steps`` quantizes to 8 or 4 bits. Neighbouring numbers share a scale, either within a head of a token or
-along a channel. Some channels of keys are large for all tokens, so a scale per channel, over several tokens, suits
-keys. Values have no such channels, so a scale per token suits them (KIVI, Liu et al. 2024). ``signed`` steps
-are counted from 0 in both directions. Other steps are counted up from the minimum (the floor), which is stored
-next to the scale in the page's own dtype. The minimum is exact, so a constant channel is restored exactly.
+``Steps`` quantizes to 8 or 4 bits. Neighbouring elements share a scale, either within a head of a token or
+along a channel. Some channels of keys are large for all tokens, so a scale per channel, over several tokens,
+suits keys. Values have no such channels, so a scale per token suits them (KIVI, Liu et al. 2024). ``signed``
+steps are counted from 0 in both directions. Other steps are counted up from the minimum (the floor), which is
+stored next to the scale in the page's own dtype. The minimum is exact, so a constant channel is restored
+exactly.
 
 A page may be encoded and decoded many times, so encoding a decoded page should lose nothing more. A scale is the
 extent (see ``Bound``) divided by the number of steps (``most``), stored as bfloat16. If ``most`` is below 128,
-the scale is rounded to nearest, and the outermost number of a group still gets the largest step. The next
-encoding therefore finds the same scale and the same steps. With 255 steps, the outermost number could be off by
-one step, so the scale is rounded up.
+the scale is rounded to nearest, and the outermost element of a group still gets the largest step. The next
+encoding therefore finds the same scale and the same steps. With 255 steps, the outermost element could be off
+by one step, so the scale is rounded up.
 
 ``Fp8`` is fp8 e4m3 (Micikevicius et al. 2022, the "fn" form: no infinity, largest number 448) with one power
-of two as the scale for all keys, or all values, of a layer in a page. Their largest magnitude is scaled to more
-than 224 and at most 448, so nothing saturates and scaling costs no accuracy. The stored bytes are in the format
-that GPUs convert in hardware.
+of two as the scale for all keys, or all values, of a layer in a page. The largest magnitude of these elements
+is scaled to more than 224 and at most 448, so nothing saturates and scaling costs no accuracy. The stored
+bytes are in the format that GPUs convert in hardware.
 
-``Bound`` describes the largest error of every decoded number. ``widen`` and ``narrow`` convert between a
+``Bound`` describes the largest error of every decoded element. ``widen`` and ``narrow`` convert between a
 page's dtype and float32; bfloat16 is handled as 16-bit words, because NumPy does not have it. These functions
 work on parts of a page: ``words`` is any view of a page in its dtype's word type, ``numbers`` is contiguous
 float32 of the same shape, and ``spare`` is float32 scratch of that shape, which is overwritten.
@@ -43,20 +44,20 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-"""Half a unit in the last place, relative to the number: the largest rounding error of the page's dtype."""
+"""Half a unit in the last place, relative to the value: the largest rounding error of the page's dtype."""
 
 TINY = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}
 """Absolute error that every bound allows in addition, because the dtype cannot resolve smaller differences."""
 
 LARGEST = {"bfloat16": 2.0**126, "float16": 65504.0, "float32": 2.0**126}
-"""Largest magnitude that is encoded. A page with a larger number, an infinity or a NaN is not encoded."""
+"""Largest magnitude that is encoded. A page with a larger element, an infinity or a NaN is not encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The largest error of numbers that share a scale.
+    """The largest error of elements that share a scale.
 
-    Let x be decoded as y. Let ``extent`` be the largest magnitude among the numbers that share the scale of x
+    Let x be decoded as y. Let ``extent`` be the largest magnitude among the elements that share the scale of x
     (if ``signed``), or the difference between the largest and the smallest of them (if not). Then:
 
             |y - x| <= of_extent * extent + of_value * |x| + HALF_ULP * max(|x|, |y|) + TINY
@@ -67,10 +68,11 @@ class Bound:
     of_value: float = 0.0
 
     def frobenius(self, members: int, dtype: str) -> float:
-        """Return the largest possible ratio of the errors' Frobenius norm to the numbers' Frobenius norm.
+        """Return the largest possible ratio of the Frobenius norm of the errors to that of the elements.
 
-        ``members`` is how many numbers share a scale. If ``signed``, the largest of them contributes the whole extent
-        to the norm of the numbers. If not, the smallest and the largest contribute, at worst, half the extent each.
+        ``members`` is how many elements share a scale. If ``signed``, the largest of them contributes the whole
+        extent to the norm of the elements. If not, the smallest and the largest contribute, at worst, half the
+        extent each.
         """
         spread = sqrt(members if self.signed else 2 * members) * self.of_extent
         lossy = spread + self.of_value
@@ -82,7 +84,7 @@ WORDS: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
 }
-"""For each dtype of a page, the NumPy dtype of views of its numbers. KV groups of other dtypes are not encoded."""
+"""For each dtype of a page, the NumPy dtype of views of its elements. KV groups of other dtypes are not encoded."""
 
 SCALE = np.dtype("<u2")
 """The NumPy dtype of stored scales. They are bfloat16, which has the range of float32.
@@ -172,7 +174,7 @@ _EPSILON = 2.0**-16  # generous bound of the relative error of float32 arithmeti
 
 
 class Shape(NamedTuple):
-    """The shape of the keys or values of one layer of a page."""
+    """The shape of the keys, or of the values, of one layer of a page."""
 
     tokens: int
     heads: int
@@ -180,12 +182,12 @@ class Shape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Number of values."""
+        """Number of elements."""
         return self.tokens * self.heads * self.dim
 
 
 class Block(NamedTuple):
-    """Numbers grouped by scale: all numbers along ``axis`` share one scale.
+    """Elements grouped by scale: all elements along ``axis`` share one scale.
 
     ``place`` is the index of these scales in the array of all scales.
     """
@@ -211,11 +213,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Codes of ``bits`` bits, with one scale per ``size`` numbers.
+    """Codes of ``bits`` bits, with one scale per ``size`` elements.
 
-    If ``along`` is "token", the numbers that share a scale are neighbours in one head of one token. If it is
-    "channel", they are the same element of a head in consecutive tokens. The last group of a head, or of a page,
-    may be smaller. If ``size`` is None, the whole head, or all tokens of the page, share a scale.
+    If ``along`` is "token", the elements that share a scale are neighbours in one head of one token. If it is
+    "channel", they have the same position in the head, in consecutive tokens. The last group of a head, or of a
+    page, may be smaller. If ``size`` is None, the whole head, or all tokens of the page, share a scale.
     """
 
     bits: Literal[4, 8]
@@ -244,7 +246,7 @@ class Steps:
         return not self.signed
 
     def members(self, shape: Shape) -> int:
-        """Return the largest number of values that share a scale."""
+        """Return the largest number of elements that share a scale."""
         whole = shape.dim if self.along == "token" else shape.tokens
         return min(whole, self.size or whole)
 
@@ -404,11 +406,11 @@ _VALUES = _values()
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """One byte per number, and one scale for all keys, or all values, of a layer of the page."""
+    """One byte per element, and one scale for all keys, or all values, of a layer of the page."""
 
     @property
     def most(self) -> float:
-        """The number that the largest code represents."""
+        """The value that the largest code represents."""
         return _MOST
 
     @property
@@ -425,7 +427,7 @@ class Fp8:
         return False
 
     def members(self, shape: Shape) -> int:
-        """Return the number of values that share a scale."""
+        """Return the number of elements that share a scale."""
         return shape.numbers
 
     def sides(self, shape: Shape) -> tuple[int, int]:
@@ -485,8 +487,8 @@ def _codes(magnitudes: Numbers, spare: Numbers) -> None:
     Numbers are rounded to nearest, ties to even. ``magnitudes`` must be at most 448 and are overwritten.
 
     Two codes are computed for every number: one with the number raised to at least the smallest normal number,
-    and one with it lowered to at most that. Their sum counts code 8, that of the smallest normal number, once too
-    often, so 8 is subtracted.
+    and one with the number lowered to at most that value. The sum of the two counts code 8, the code of the
+    smallest normal number, once too often, so 8 is subtracted.
     """
     code = spare.view(np.uint32)
     np.maximum(magnitudes, _LEAST_NORMAL, out=spare)

@@ -33,7 +33,7 @@ class Processors:
 
     @property
     def free(self) -> int:
-        """Number of threads that could each have a core of their own now, at least 1."""
+        """Number of threads that could each run on a separate free core now, at least 1."""
         allowed = [self.cores, self.total - self.load, *([] if self.quota is None else [self.quota])]
         return max(1, round(min(allowed)))
 
