@@ -146,14 +146,14 @@ def main(
     ),
     disk: Annotated[list[float] | None, Option(help="disk throughput in MB/s, repeatable")] = None,
     contender: Annotated[
-        list[str] | None, Option(help="plain, always, if_faster or idle, repeatable")
+        list[str] | None, Option(help="one of plain, always, if_faster and idle, repeatable")
     ] = None,
     rounds: Annotated[int, Option(help="number of measured rounds")] = 4,
     asked: Annotated[int, Option(help="questions about each document per round")] = Workload.asked,
     at_a_time: Annotated[int, Option(help="questions at a time")] = Workload.at_a_time,
     in_host: Annotated[float, Option(help="documents that fit into host memory")] = Workload.in_host,
     in_turn: Annotated[
-        bool, Option(help="ask about the documents in turn instead of in random order")
+        bool, Option(help="ask about the documents in a fixed cyclic order, not at random")
     ] = False,
     restarted: Annotated[bool, Option(help="restart the engines before the measured rounds")] = False,
     as_json: Annotated[bool, Option("--json", help="print one line of JSON at the end")] = False,
@@ -456,7 +456,7 @@ def _save_model(folder: Path, work: Workload) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)  # logits then differ clearly, so that equal answers mean something
+                parameter.mul_(4)  # so that logits differ clearly, and equal answers are significant
     model.save_pretrained(folder)
 
 

@@ -101,7 +101,7 @@ def test_a_load_waits_for_host_memory_that_is_full_instead_of_failing(in_host: f
     simulation = Simulation(Machine(7e9, block=512), work, "always")
     for _ in range(2):
         simulation.loaded = simulation.prompted = 0
-        for document in range(1, 5):  # in the first round they are computed and written to disk
+        for document in range(1, 5):  # computes the documents and writes them to disk
             simulation.ask(document)
         answered = 0
         while answered < 4:

@@ -128,7 +128,7 @@ def test_the_tier_of_the_guide_stores_pages_and_returns_them(tmp_path: Path) -> 
     with TierStore(config, parts, wakeup, pump=True) as store:
         keys = chain(3)
         write_down(store, keys, Tier.REMOTE)
-        assert read_soon(store, keys) == 3  # it compares every byte
+        assert read_soon(store, keys) == 3  # read_soon compares every byte
         assert store.evict(keys) == 3
         assert store.match(keys).num_pages == 0
         store.check()

@@ -145,4 +145,4 @@ def test_the_ending_of_a_client_decides_whether_the_soak_passes(
 def test_a_short_soak_counts_its_clients() -> None:
     summary = soak(minutes=0.01, seconds=0.5, seed=3, least=3)
     assert summary["ok"] is True
-    assert summary["clients"] == 4  # three, and one that runs beside them
+    assert summary["clients"] == 4  # three, and the one that runs as long as the soak

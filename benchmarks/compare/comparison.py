@@ -97,7 +97,7 @@ def open_store(
 
 
 def pages_needed(question: Question, sizes: Sizes) -> int:
-    """Return the maximum number of pages that all rows of a question together use at the same time."""
+    """Return the largest number of pages that the rows of a question use together at any time."""
     prompts = sum(-(-len(prompt) // sizes.page) + 1 for prompt in question.prompts)
     rows = question.rows * len(question.prompts)
     return prompts + rows * (-(-question.new_tokens // sizes.page) + 2)
@@ -148,7 +148,7 @@ class Comparison:
         self._say(f"{self.subject.name}: {case}")
 
     def verdict(self, question: Question, found: Answers) -> Verdict:
-        """Compare ``found``, the answers with the store, to the plain ones, by the rule for this kind of question."""
+        """Return the verdict on ``found``, the answers with the store, by the rule for this kind of question."""
         plain = self.subject.plain(question)
         if question.kind == "greedy":
             return greedy_verdict(plain, found)

@@ -118,7 +118,7 @@ def test_small_mixed_and_first_steps_give_a_rough_rate_until_a_good_step() -> No
     assert measure(pace, 2, [step(0, 100)], 0.2)
     assert pace.seconds(0, 100) == pytest.approx(0.2)
     assert measure(pace, 3, [step(0, 1000), *decoding], 9.0)
-    assert measure(pace, 4, PROMPT[0], 9.0)  # which compiles
+    assert measure(pace, 4, PROMPT[0], 9.0)  # this step includes compilation
     assert pace.seconds(0, 100) is not None
     assert not pace.known
     assert measure(pace, 5, PROMPT[0], takes(PROMPT[0]))
@@ -150,7 +150,7 @@ def test_tokens_with_less_context_than_measured_get_the_minimum_time() -> None:
         measure(pace, number, [step(30000, 1000)], 2.0)
     assert pace.seconds(30000, 31000) == pytest.approx(2.0)
     assert pace.seconds(40000, 41000) == pytest.approx(2.0)
-    assert pace.seconds(0, 30500) == pytest.approx(30.5 * 2.0 / 2)  # if all the time were for the context
+    assert pace.seconds(0, 30500) == pytest.approx(30.5 * 2.0 / 2)  # as if only the context took time
 
 
 @pytest.mark.parametrize(("ranks", "ahead"), [(1, 1), (2, 2)])

@@ -646,8 +646,8 @@ def test_first_requests_with_pages_on_disk_compute_enough_to_measure_the_compute
     ("costs", "tier"),
     [
         (Estimates(0.0, 0.01, 9.0), NVME),  # the rate is known
-        (Estimates(0.0, 0.01, None, to_measure=6 * SIZE), NVME),  # that is most of its tokens
-        (Estimates(0.0, 0.01, None, to_measure=2 * SIZE), HOST),  # this engine has computed pages
+        (Estimates(0.0, 0.01, None, to_measure=6 * SIZE), NVME),  # more than half of the prompt
+        (Estimates(0.0, 0.01, None, to_measure=2 * SIZE), HOST),  # the engine has computed them
     ],
 )
 def test_other_requests_compute_nothing_to_measure_the_compute_rate(costs: Estimates, tier: Tier) -> None:

@@ -83,18 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--payload", choices=("lmdb", "extents"), default="lmdb")
     common.add_argument("--codec", choices=("none", "exp"), default="none")
-    common.add_argument("--seed", type=int, help="of all choices; a new one each time by default")
-    common.add_argument("--json", action="store_true", help="nothing but the last line")
+    common.add_argument("--seed", type=int, help="seed of all random choices; by default a new one")
+    common.add_argument("--json", action="store_true", help="print only the last line")
     kinds = parser.add_subparsers(dest="campaign", required=True)
     kill = kinds.add_parser("kill", parents=[common])
     kill.add_argument("--turns", type=int, default=200)
     kill.add_argument("--level", choices=tuple(_LEVELS), default="tier")
-    kill.add_argument("--plant", choices=("", *PLANTS), default="", help="a lie: the campaign must fail")
+    kill.add_argument("--plant", choices=("", *PLANTS), default="", help="fault that must be found")
     hurt = kinds.add_parser("damage", parents=[common])
     hurt.add_argument("--damages", type=int, default=10_000)
     hurt.add_argument("--batch", type=int, default=100)
     hurt.add_argument(
-        "--plant", choices=("", *damage.PLANTS), default="", help="a lie: the campaign must fail"
+        "--plant", choices=("", *damage.PLANTS), default="", help="fault that the campaign must find"
     )
     return parser
 

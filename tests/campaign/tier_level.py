@@ -222,7 +222,7 @@ def _version(
     history: set[int],
     faults: list[str],
 ) -> int | None:
-    """Return the version in ``may`` that has these bytes. If there is none, add a fault and return None."""
+    """Return the version in ``may`` that has these bytes. If no version has them, add a fault and return None."""
     for version in sorted(version for version in may if version is not None):
         if np.array_equal(got, subject.page(number, version)):
             return version

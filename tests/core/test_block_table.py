@@ -67,7 +67,7 @@ def test_truncate_frees_slots_that_were_reserved_and_never_written() -> None:
 
 
 def test_rejected_drafts_that_crossed_a_boundary_leave_no_stale_slot(bench: Bench) -> None:
-    # F063: append 5 tokens over a boundary, truncate back, use the freed page elsewhere, save and load both
+    # F063: append 5 tokens over a boundary, truncate them, reuse the freed page, save and load both pages
     store, mine, others = bench.store, chain(2, "mine"), chain(1, "others")
     table = BlockTable(SIZE)
     table.extend(3, store.allocate(1))
@@ -98,7 +98,7 @@ def test_rejected_drafts_that_crossed_a_boundary_leave_no_stale_slot(bench: Benc
 
 
 def test_seal_after_a_preemption_does_not_affect_the_reused_table(bench: Bench) -> None:
-    # F041: put with a stalled writer, preempt, resume the same sequence, then both end
+    # F041: put with a stalled writer, preempt, resume the same sequence and put it again; then both puts end
     store, keys = bench.store, chain(2)
     bench.copies.hold(OUT)
     table = BlockTable(SIZE)

@@ -1,6 +1,6 @@
 """Tests of the configuration (docs/field-reports.md, kind K19).
 
-A size is applied or rejected by name, open detects what the machine lacks, and stats report the settings in effect.
+A size is applied, or the error names it. Open detects what the machine lacks, and stats report the settings in effect.
 """
 
 from __future__ import annotations

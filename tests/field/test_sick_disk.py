@@ -158,7 +158,7 @@ def test_without_host_memory_the_slot_of_a_hung_read_is_one_of_hbm(
 def test_an_engine_gets_its_slots_back_from_a_hung_disk_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F037: the hanging read writes only a slot of HOST, none of the engine
+    # F037: the hanging read writes only a slot of HOST, and no slot of the engine
     capacity = 8 * SPEC.page_nbytes
     source = {
         "hbm": {"device": "cpu", "owner": "engine"},

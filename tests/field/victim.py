@@ -15,7 +15,7 @@ from tierstore.types import PageKey, Tier
 
 
 def pages(name: str, count: int) -> list[PageKey]:
-    """Return the keys of ``count`` pages, each the first of its own sequence."""
+    """Return the keys of ``count`` pages, each of which is the first page of a different sequence."""
     return [chain(1, f"{name}{i}")[0] for i in range(count)]
 
 

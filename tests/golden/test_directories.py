@@ -79,7 +79,7 @@ def test_an_earlier_versions_archive_is_imported_and_every_page_has_its_bytes(
     with open_store(case, elsewhere) as store:
         require_same(case.name, frozen(case)["pages"], documents_of(store))
     with open_store(case, None) as store:
-        if case.codec != "int8":  # a store with a lossy codec has other keys than one without
+        if case.codec != "int8":  # keys with a lossy codec differ from keys without one
             assert asyncio.run(store.import_pages(archive)).complete
             require_same(case.name, frozen(case)["pages"], documents_of(store))
     require_same(case.name, frozen(case)["export"], exported_to(tmp_path / "again.tier", case, home))

@@ -256,23 +256,23 @@ def main() -> None:
     """Run each variant in its own process and print a report, or run the variant ``--life`` in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
-    parser.add_argument("--device", default="cuda:0", help="cpu, or the card")
-    parser.add_argument("--tokens", type=int, default=131072, help="of a prompt")
-    parser.add_argument("--disk-tokens", type=int, default=16384, help="of the prompt that comes from disk")
+    parser.add_argument("--device", default="cuda:0", help="cpu, or a GPU such as cuda:0")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of a prompt")
+    parser.add_argument("--disk-tokens", type=int, default=16384, help="tokens of the prompt on disk")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--times", type=int, default=2, help="prompts computed in each life")
     parser.add_argument("--restores", type=int, default=3)
-    parser.add_argument("--settle-s", type=float, default=4.0, help="for what is stored behind requests")
+    parser.add_argument("--settle-s", type=float, default=4.0, help="seconds for stores after a request")
     parser.add_argument("--host-gib", type=float, default=40.0)
     parser.add_argument("--disk-gib", type=float, default=8.0)
-    parser.add_argument("--folder", default="", help="of the store on disk; one that goes away if empty")
-    parser.add_argument("--load", choices=["always", "if_faster"], default="always", help="from disk")
+    parser.add_argument("--folder", default="", help="folder of the disk tier; default: temporary")
+    parser.add_argument("--load", choices=["always", "if_faster"], default="always", help="setting `load`")
     parser.add_argument(
-        "--layout", default="", help="of vLLM's KV memory with the store; empty for its default"
+        "--layout", default="", help="layout of vLLM's KV memory with the store; default: vLLM's own"
     )
-    parser.add_argument("--logs", default="", help="a folder for what each life said")
-    parser.add_argument("--only", default=",".join(LIVES), help="lives, with commas")
-    parser.add_argument("--life", default="", help="this one, in this process")
+    parser.add_argument("--logs", default="", help="folder for the logs of all lives")
+    parser.add_argument("--only", default=",".join(LIVES), help="lives to run, separated by commas")
+    parser.add_argument("--life", default="", help="run only this life, in this process")
     options = parser.parse_args()
     if options.life:
         sys.stdout.write(json.dumps(live(options.life, options)) + "\n")

@@ -95,7 +95,7 @@ def require_room(
 
 
 def done_with(want: Want, alone: Outcome, last_read: float, machine: Machine, now: float) -> float:
-    """Return when the prompt is complete if its first ``alone.load`` pages are loaded and the others computed."""
+    """Return the time at which the prompt is complete if ``alone.load`` pages are loaded and the rest is computed."""
     assert machine.compute is not None
     start = max(want.deadline, now)
     rest = machine.compute.seconds(alone.load, len(want.keys))

@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seconds", type=float, default=8.0, help="how long a client acts")
-    parser.add_argument("--seed", type=int, help="of all choices; a new one each time by default")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds for which a client acts")
+    parser.add_argument("--seed", type=int, help="seed of all random choices; by default a new one")
     parser.add_argument(
-        "--plant", action="store_true", help="every client serves a wrong byte: the soak must fail"
+        "--plant", action="store_true", help="let every client serve a wrong byte, so that the soak must fail"
     )
-    parser.add_argument("--client", type=Path, metavar="DIR", help="play one client on this directory")
+    parser.add_argument("--client", type=Path, metavar="DIR", help="run one client on this directory")
     parser.add_argument("--kind", choices=KINDS, default="own")
     parser.add_argument("--profile", choices=PROFILES, default="none")
     args = parser.parse_args(arguments)

@@ -120,9 +120,9 @@ def open_bench(
     Args:
         config: The configuration.
         spec: The page specification, or one per KV group.
-        pump: Whether the store has a thread of its own that advances it.
-        spill: Whether timers are active. If False, pages go to disk only on request, and a tier that has failed is
-            not tried again by itself.
+        pump: Whether the store starts a thread that advances it.
+        spill: Whether timers are active. If False, pages go to disk only on request, and a failed tier is not
+            retried automatically.
         kept_pages: Capacity in pages of an additional tier (a dictionary) below all others. None leaves it out.
     """
     wakeup, layout = Wakeup(), PageLayout.of(spec)
