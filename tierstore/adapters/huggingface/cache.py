@@ -313,7 +313,9 @@ class PagedCache(Cache):
         """
         count = int(tokens_to_remove)
         if count > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {count}")
+            raise ValueError(
+                f"crop must be given the number of tokens to remove as a negative number, got {count}"
+            )
         if count:
             self.batch.crop(self._number, -count)
 

@@ -204,7 +204,7 @@ def fed_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     fed = args[0] if args else kwargs.get("input_ids")
     fed = kwargs.get("inputs_embeds") if fed is None else fed
     if not isinstance(fed, torch.Tensor):
-        raise ValueError("the model was called with neither input_ids nor inputs_embeds")
+        raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
     return fed.shape[0], fed.shape[1]
 
 

@@ -132,7 +132,7 @@ class PagedSequence:
             ValueError: The prompt is empty.
         """
         if not prompt:
-            raise ValueError("the prompt is empty")
+            raise ValueError("the prompt is empty: it must have at least one token")
         sequence = cls(terms, BlockTable(terms.pages.page_size, private), prompt)
         opening = open_prefix(terms, sequence.table, prompt, tail)
         sequence._holding = Holding(terms, opening.lease, opening.leased)
@@ -158,7 +158,8 @@ class PagedSequence:
         known = self.expected[start : start + len(token_ids)]
         if known != list(token_ids[: len(known)]):
             raise ValueError(
-                f"the tokens fed at position {start} differ from the prompt that this cache was created for"
+                f"the tokens fed at position {start} differ from the prompt that this cache was created for: create a "
+                "TierStoreCache for each prompt"
             )
 
     def settle(self) -> bool:
@@ -380,7 +381,7 @@ class PagedSequence:
         self._unlisted = keys[:count]
 
     def _wait_for_writers(self) -> None:
-        """Wait until other requests have written the pages of this sequence that they put into the store first.
+        """Wait for pages of this sequence that other requests put into the store first and may still be writing.
 
         Raises:
             TimeoutError: Another request is still writing. Call this again before the pages are read.

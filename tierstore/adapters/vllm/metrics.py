@@ -25,7 +25,9 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "hits_pages": Metric(("tier",), "Pages found for loads, by the fastest tier that had them"),
     "misses_pages": Metric(("reason",), "Pages to load that were not delivered, by reason"),
-    "left_pages": Metric(("tier",), "Pages that were found but computed, because that is faster, by tier"),
+    "left_pages": Metric(
+        ("tier",), "Pages that were found but not loaded, because computing them is faster, by tier"
+    ),
     "transfer_bytes": Metric(("src", "dst"), "Bytes of pages moved between two tiers"),
     "transfer_seconds": Metric(("src", "dst"), "Seconds spent in transfers between two tiers"),
     "failed_pages": Metric(("src", "dst", "reason"), "Pages that could not be moved, by reason"),

@@ -390,9 +390,9 @@ class SchedulerHalf:
     def finished(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> None:
         """Handle the end of a request that finished or was aborted with ``computed`` tokens in ``tables``.
 
-        Full blocks are stored before they are reused. Loads into the request's blocks continue, and are
-        reported when they are complete. If a load or an offer that vLLM has not accepted yet is pending, nothing
-        is stored: vLLM may count the tokens as computed although they are not in the request's blocks.
+        Full blocks are stored unless vLLM reuses them first. Loads into the request's blocks continue, and are
+        reported when they are complete. If a load is in flight, or an offer has not been accepted, nothing is
+        stored: vLLM may count the tokens as computed although they are not in the request's blocks.
         """
         self._early.pop(request_id, None)
         self._granted.pop(request_id, None)
@@ -477,7 +477,7 @@ class SchedulerHalf:
             return False
         return self._tiers.moving
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- state, close -------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all pages stored so far, because the weights have changed or a user requested it.

@@ -53,7 +53,7 @@ class CommandQueue:
     """The commands for one mover, and their acks. Thread-safe.
 
     The queue has a thread that starts commands whose event has occurred. The thread does not depend on the engine's
-    steps, which may take a long time. It is created when it is first needed, and sleeps while no command waits for
+    steps, which may take a long time. The thread is created when first needed, and sleeps while no command waits for
     an event: completed copies are noticed once per step, and the mover keeps the link busy by itself.
     """
 
@@ -320,7 +320,7 @@ class WorkerHalf:
                 return False
             self._wakeup.wait(seen, deadline, self._commands.pause(_LOOK_S))
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- state, close -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError unless every command from the scheduler is in progress or has been reported."""
