@@ -30,11 +30,11 @@ class HookedCache(Protocol):
     """A cache whose methods run in each forward pass that receives it as an argument."""
 
     def _check_inputs(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Check the arguments of a call of the whole model before it runs. Return the arguments to use."""
+        """Check the arguments of a call to the whole model before it runs. Return the arguments to use instead."""
         ...
 
     def _see_tokens(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Check the arguments of the base model (without the head) before it runs. Return those to use."""
+        """Check the arguments of the base model (without the head) before it runs. Return those to use instead."""
         ...
 
     def _see_positions(self, positions: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class HookedCache(Protocol):
 _lock = RLock()
 """Held while hooks are added or removed.
 
-It is reentrant, because a cache's finalizer may run on the thread that holds it. The finalizer removes no
+It is reentrant, because a cache's finalizer may run on the thread that holds the lock. The finalizer removes no
 hooks while the model has an open cache.
 """
 

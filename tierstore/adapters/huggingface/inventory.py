@@ -235,7 +235,7 @@ class _Seen(NamedTuple):
     """The state of a module when it was visited.
 
     ``own``, ``children`` and ``hooks`` are the IDs of the module's attributes, children and hooks. ``inner``
-    lists the contents of its containers.
+    lists the contents of the module's containers.
     """
 
     module: ReferenceType[torch.nn.Module]

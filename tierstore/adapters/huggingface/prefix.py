@@ -27,7 +27,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 _POLL_S = 0.001
 LATE = "late"
-"""Why pages are missing: they were not loaded before the request stopped waiting for them."""
+"""The reason given for pages that were not loaded before the request stopped waiting for them."""
 
 
 class Arrival:

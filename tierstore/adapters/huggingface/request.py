@@ -122,7 +122,7 @@ class Terms:
     num_models: int
     """Number of models that write to the pages: one, or two with a draft model."""
     weights: tuple[State, ...]
-    """State of each model's weights when the request began. All its pages belong to these weights."""
+    """State of each model's weights when the request began. All of the request's pages belong to these weights."""
     window: int | None
     """Largest window of all layers of all models, in tokens. None if a layer has full attention."""
     root: bytes

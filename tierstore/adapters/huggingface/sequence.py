@@ -49,7 +49,7 @@ class PageKeys:
         return self._made[:stop]
 
     def cut(self, pages: int) -> None:
-        """Keep only the keys of the first ``pages`` pages, because the tokens after them change."""
+        """Keep only the keys of the first ``pages`` pages, because the tokens after these pages change."""
         del self._made[pages:]
 
     def copy(self) -> PageKeys:
@@ -123,7 +123,7 @@ class PagedSequence:
     def open(
         cls, terms: Terms, private: PrivateSlots, prompt: Sequence[int], tail: Tail | None = None
     ) -> PagedSequence:
-        """Open a sequence for ``prompt``. Its stored pages are loaded, and pinned until ``close``.
+        """Open a sequence for ``prompt``, load the prompt's stored pages, and pin them until ``close``.
 
         Takes ownership of ``tail``. With ``Terms.by_layers``, pages may still be in flight afterwards; see
         ``arrival``. Pages that are not loaded within ``terms.arrival_s`` must be computed instead.

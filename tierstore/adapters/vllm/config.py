@@ -268,7 +268,7 @@ class Deployment:
     heads: Heads | None
     """The heads that ``host.codec`` encodes. None without a codec."""
     identity: str
-    """Identity of the model. The namespaces of its keys are derived from it."""
+    """Identity of the model, from which the namespaces of page keys are derived."""
     world_size: int
     """Number of workers. Each page is split among them."""
     stages: int

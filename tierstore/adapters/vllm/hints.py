@@ -46,8 +46,8 @@ class RequestHints:
     Attributes:
         starts_in_s: Seconds until the request is expected to start.
         priority: Among requests that start at the same time, those with a higher priority go first.
-        after: What to do with the request's pages after it has finished: retain them, or evict them first. None
-            if no hint says so.
+        after: What to do with the pages of the finished request: retain them, or evict them early. None if no hint
+            asks for this.
         keep_s: How long the request's pages are retained, in seconds.
         keep_priority: Priority of the retained pages.
     """
@@ -75,7 +75,7 @@ def hints_of(request: object) -> RequestHints:
 
 
 class PageRetention:
-    """Asks the store to retain the pages of finished requests or to evict them early, as their hints say."""
+    """Asks the store to retain the pages of finished requests or to evict them early, as the requests' hints say."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store

@@ -78,7 +78,7 @@ class RequestState:
     """Number of tokens that the engine had cached when it last asked for a hit."""
     lookup: Lookup | None = None
     shared: int = 0
-    """Number of leading tokens whose pages with full attention were stored at the last lookup."""
+    """Number of leading tokens whose pages in groups with full attention were stored at the last lookup."""
     put_off: float | None = None
     """Time at which the request began to wait for pages from disk. Infinite once it no longer waits."""
     left: bool = False

@@ -72,7 +72,7 @@ class Stores:
         self._pins = pins
         self._collected: dict[int, _Page] = {}
         self._tails: dict[int, _Page] = {}
-        """Blocks collected before they were full, for hits inside a block. Full, they may be collected again."""
+        """Blocks collected before they are full, for hits inside a block. They may be collected again when full."""
 
     @property
     def waiting(self) -> bool:

@@ -574,7 +574,7 @@ class SchedulerHalf:
                 self._adapters.runs(known.adapter)
 
     def _is_of_its_adapter(self, known: RequestState, *, look: bool = False) -> bool:
-        """Return whether the request's adapter is still the one its keys refer to.
+        """Return whether the request's adapter is still the one that the request's keys refer to.
 
         With ``look``, check the adapter's files as well.
         """
