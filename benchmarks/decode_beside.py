@@ -84,7 +84,7 @@ class _Link(WholePages):
     name = "simulated"
     launches = 0
     idle_s = 0.0
-    """Seconds between the first and the last launch of a restore in which the link had nothing to copy."""
+    """Seconds for which the link had nothing to copy between the first and the last launch of a restore."""
     fresh = True
     """Whether the next launch is the first of a restore."""
 

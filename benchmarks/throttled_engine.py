@@ -335,7 +335,7 @@ class _Child:
         self._last = 0
 
     def ask(self, orders: Sequence[Sequence[int]], seed: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Ask about the documents of each order, one order after another. Return measurements, and the answers' tokens.
+        """Ask about the documents, one order after another. Return figures by name, and the tokens of each answer.
 
         The next order starts once all questions of the previous one have been answered.
         """

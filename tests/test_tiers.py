@@ -105,7 +105,7 @@ class ArenaUnderTest(TierUnderTest):
 
 
 class DiskUnderTest(TierUnderTest):
-    """An NVMe tier that stores pages in LMDB. ``look`` reads a copy of its file with the LMDB library."""
+    """An NVMe tier that stores pages in LMDB. ``look`` reads a copy of the LMDB file with the LMDB library."""
 
     def __init__(self, spec: PageSpec, home: Path, rig: Rig | None = None) -> None:
         self._home, self._nbytes = home / "disk", spec.page_nbytes

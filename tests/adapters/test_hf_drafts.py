@@ -1,4 +1,4 @@
-"""Test assisted decoding: pages hold the K/V of a model and of its draft model, and the two never diverge."""
+"""Test assisted decoding: pages hold the K/V of a model and of its draft model, which never get out of step."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -40,7 +40,7 @@ OPENED: list[int] = []
 class FlakyMachine(AdapterMachine):
     """Makes some copies into HBM fail after they have written garbage, and interrupts some waits for pages.
 
-    After an interrupt, the cache is as before the call, and the walk goes on with it.
+    After an interrupt, the cache is as before the call, and the walk continues with that cache.
     """
 
     flaky = True

@@ -1,4 +1,4 @@
-"""Test the identity that a model's pages are stored under, and what changes it."""
+"""Test the identity under which a model's pages are stored, and what changes this identity."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -616,7 +616,7 @@ def looked_up(
 ) -> tuple[HitLookup, list[int | None]]:
     """Look up ``requests`` prompts of ten pages each, which are all in ``tier``.
 
-    Returns the lookup and, for each prompt, its result: how many tokens to load.
+    Returns the lookup and, for each prompt, the number of tokens to load.
     """
     found = Groups(tuple(groups))
     request = SimpleNamespace(request_id="r", num_tokens=10 * SIZE + 1, block_hashes=hashes_of([0] * 20))

@@ -668,21 +668,21 @@ class Engine:
         gate.settle()
 
     def _load_adapters(self, rank: int, wanted: Sequence[stub.LoRARequest | None]) -> None:
-        """Load adapters as vLLM's workers do: once for each id, and again if a request asks for it."""
+        """Load adapters as vLLM's workers do: once for each id, and again if a request asks for a reload."""
         for lora in wanted:
             if lora is not None and (lora.load_inplace or lora.lora_int_id not in self.adapters[rank]):
                 files = sorted(Path(lora.lora_path).iterdir())
                 self.adapters[rank][lora.lora_int_id] = b"".join(file.read_bytes() for file in files)
 
     def drop_adapter(self, number: int) -> None:
-        """Unload an adapter, as if another adapter needed its slot. Its next use loads it again."""
+        """Unload an adapter, as if another adapter needed its slot. The next request that uses it loads it again."""
         for loaded in self.adapters:
             loaded.pop(number, None)
 
     def _forward(
         self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
     ) -> None:
-        """Check the cells of earlier tokens that the step's first token sees, and write those of the step's tokens."""
+        """Check the earlier cells that the step's first token sees, and write the cells of the step's tokens."""
         kind = self.pool.kinds[group]
         for i in range(kind.seen_from(start), start + count):
             block, at = table[i // kind.size], i % kind.size

@@ -89,7 +89,7 @@ class CancelledAt(Generic[T]):
 
 
 def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run ``work``, and cancel it at its wait number ``at``. Return its result, or None if that ended it."""
+    """Run ``work``, and cancel it at its wait number ``at``. Return its result, or None if it was cancelled."""
 
     async def play() -> T:
         return await CancelledAt(at, work)

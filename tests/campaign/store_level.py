@@ -23,7 +23,7 @@ from tierstore.types import PageKey, Tier
 SPACE = 120
 _HBM, _HOST = 8, 12
 _STRICT = 0.5
-"""Fraction of the disk's budget that a victim uses, unless it is greedy. The disk never has to evict a page for it."""
+"""Fraction of the disk's budget that a victim uses, unless it is greedy. It is so low that the disk never evicts."""
 
 
 def spec(subject: Subject) -> PageSpec:

@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(eq=False)
 class Ticket:
-    """A put in progress. ``moved`` is the number of its first pages that the store already has in other slots."""
+    """A put in progress. ``moved`` is the number of leading pages that the store already has in other slots."""
 
     row: Row
     life: int

@@ -21,7 +21,7 @@ LLAMA = PageSpec(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128, dtyp
 
 
 class Asked:
-    """Calls an admission policy and its history as a directory does. An admitted page counts as written at once."""
+    """Calls an admission policy and its history like a directory. Admitted pages count as written at once."""
 
     def __init__(self, name: str, remembered: int = 16) -> None:
         self.history = History(remembered)

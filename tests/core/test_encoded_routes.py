@@ -24,7 +24,7 @@ RUNS = 30
 
 
 class Stream:
-    """A fake stream. ``Machine.run`` runs its work piece by piece. A piece returns False if it has to wait."""
+    """A fake stream. ``Machine.run`` runs the stream's work piece by piece. A piece returns False if it has to wait."""
 
     device = torch.device("cpu")
 

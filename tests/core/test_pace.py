@@ -30,7 +30,7 @@ def require_first_layer_when_its_bytes_can_be_there(module: ModuleType) -> None:
 
 
 def require_few_launches_while_pages_are_taken(module: ModuleType) -> None:
-    """Assert that few launches precede the first layer. On a slow processor, their number decides when it arrives."""
+    """Assert that few launches precede the first layer. On a slow processor, they decide when that layer arrives."""
     for page_size, most in ((64, 70), (16, 110)):
         found = restore(module, 16 * GIB, SLOW, page_size)
         assert found.early < most

@@ -1,4 +1,4 @@
-"""Tests that no call hangs if pages do not fit: it ends with pages, a miss with its reason, or CapacityError."""
+"""Tests that no call hangs if pages do not fit: each ends with pages, a miss with its reason, or CapacityError."""
 
 from __future__ import annotations
 

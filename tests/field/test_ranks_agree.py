@@ -1,4 +1,4 @@
-"""Tests of several ranks of one model: each has its own records on one path, and finds no pages of another split."""
+"""Tests of several ranks of one model: ranks share a path but not records, and find no pages of another split."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def nvme_section(case: Case, path: Path) -> dict[str, object]:
 
 
 def config_file(case: Case, path: Path) -> Path:
-    """Write a configuration with the case's NVMe tier in the folder ``path``. Return the file, which is next to it."""
+    """Write a configuration file next to the folder ``path``, which contains the case's NVMe tier. Return the file."""
     file = path.with_suffix(".yaml")
     file.write_text(yaml.safe_dump({"nvme": nvme_section(case, path)}), encoding="utf-8")
     return file

@@ -117,7 +117,7 @@ print(json.dumps({"pages": pages}), flush=True)
 sys.stdin.readline()
 store.close()
 """
-"""Opens a directory, prints the digests of its pages or the error, and closes it at the end of its input."""
+"""Opens a directory, prints the digests of its pages or the error, and closes it when standard input ends."""
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def opened_by(earlier: Path, case: Case, home: Path) -> Iterator[Any]:
 
 
 def bytes_in(home: Path) -> dict[str, bytes]:
-    """Return the bytes of every file below a directory, except lock files, which change whenever it is opened."""
+    """Return the bytes of every file below a directory, except lock files, which every open changes."""
     files = [path for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(home)): path.read_bytes() for path in files if path.name != "lock.mdb"}
 

@@ -1,7 +1,7 @@
 """Measures the server with a long document on a GPU: ``python -m tests.gpu.serve_on_card``.
 
-The model is a Llama with random weights and one token per byte. One document is added and read. Then it is asked about
-repeatedly over HTTP, with its pages in HBM, in host memory and on disk. Both the client and the server measure times.
+The model is a Llama with random weights and one token per byte. One document is added and read. Then questions about it
+are asked over HTTP, with its pages in HBM, in host memory and on disk. Both the client and the server measure times.
 The last line of output is a JSON object. With ``--shape tiny --device cpu --tokens 2000`` it runs on a CPU.
 """
 

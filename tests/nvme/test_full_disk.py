@@ -113,7 +113,7 @@ def test_a_lower_capacity_on_a_full_disk_opens_and_takes_effect_at_an_open_with_
 ) -> None:
     """Lower the capacity while the disk is full, and then open the home with free space.
 
-    Extent files are truncated only after LMDB has erased the records at their ends, which needs disk space.
+    Before extent files are truncated, LMDB must erase the records at their ends, which needs disk space.
     """
     home = tmp_path / "home"
     rig = Rig(home, payload="extents", capacity=8 << 20)

@@ -255,8 +255,8 @@ def test_a_put_under_an_exact_lease_stops_before_a_leased_inexact_page(tmp_path:
 def test_put_replaces_inexact_copies_in_flight_or_stops_before_them(tmp_path: Path, lossy: Tier) -> None:
     """Put pages whose inexact copies are being loaded into HBM. The put replaces these copies.
 
-    If HOST is not encoded, its inexact copies would have to be replaced as well. They are in use, so the put stops
-    before them.
+    If HOST is not encoded, its inexact copies would have to be replaced as well. Those copies are in use, so the put
+    stops before them.
     """
     keys = chain(2, "a")
     tree: dict[str, object] = {

@@ -306,7 +306,7 @@ def test_lease_fails_if_the_page_put_under_it_is_never_written(store: TierStore)
 
 
 class ClosedEvent(ManualEvent):
-    """An event whose owner closes it too early: once it has occurred, ``query`` raises the error of its library."""
+    """An event whose owner closes it too early: once it has occurred, ``query`` raises the device library's error."""
 
     def query(self) -> bool:
         happened = super().query()

@@ -181,7 +181,7 @@ def read_soon(store: TierStore, keys: Sequence[PageKey], spec: PageSpec = SPEC) 
 
 
 def let_deadline_come(store: TierStore, lease: Lease) -> None:
-    """Make a lease reach its deadline now, and let the store act on it."""
+    """Make a lease reach its deadline now, and let the store handle that."""
     assert lease._record.deadline is not None
     lease._record.deadline = 0.0
     store.check()  # this call advances the store, and reports no slots

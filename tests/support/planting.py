@@ -111,8 +111,8 @@ def load(subject: ModuleType, bug: Bug | None = None, package: str | None = None
     """Return a copy of the subject that runs the code with the bug. Loaded modules do not change.
 
     The bug is searched for in ``package``, by default the package of the subject. If the bug is in another module, the
-    copy of the subject uses a copy of that module, and copies of the modules by which the subject imports it. Raises
-    AssertionError as ``find`` does.
+    copy of the subject uses a copy of that module, and copies of the modules through which the subject imports it.
+    Raises AssertionError as ``find`` does.
     """
     planted = None if bug is None else find(package or _package(subject), bug)
     copies = {name: _empty_copy(name) for name in _using(planted or subject.__name__, subject.__name__)}

@@ -1,6 +1,6 @@
 """Lets vLLM cache prefixes of models with MLA on a CPU without AMX. ``child`` imports it before the engine starts.
 
-vLLM switches prefix caching off there, because its prefill does not read cached tokens. Decoding reads them. A prompt
+vLLM switches prefix caching off in that case, because its prefill does not read cached tokens. Decoding does. A prompt
 must therefore have a single token after its hit, which vLLM computes as in decoding.
 """
 
