@@ -170,7 +170,9 @@ def test_unavailable_backends_are_refused_by_name_before_a_plan(way: Any, name: 
         way("cpu", backend=name)
 
 
-@pytest.mark.parametrize(("indptr", "what"), [([0, 2, 4], "4 pages"), ([0, 1], "got a batch of 1")])
+@pytest.mark.parametrize(
+    ("indptr", "what"), [([0, 2, 4], r"at most max_pages \(3\) pages, got 4"), ([0, 1], "got a batch of 1")]
+)
 def test_a_plan_beyond_the_buffers_of_a_graph_is_refused_on_the_cpu_too(indptr: list[int], what: str) -> None:
     decode = PagedDecode("cpu", max_pages=3)
     decode.plan([0, 1, 3], range(3), [1, 1], 4, 2, 16, 8, q_data_type=torch.float32)

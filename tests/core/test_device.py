@@ -61,7 +61,10 @@ def test_gpu_pages_reach_the_disk_only_through_host_memory(monkeypatch: pytest.M
 
 def test_an_engines_tensors_must_be_on_the_configured_device() -> None:
     elsewhere = torch.empty(2, *SPEC.shape, dtype=torch.float16, device="meta")
-    with pytest.raises(ConfigError, match=r"hbm\.device is cpu, but the engine's tensors are on meta"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hbm\.device must be the device of the engine's tensors, got cpu for tensors on meta",
+    ):
         open_device("cpu").register(PageLayout.of(SPEC), (EnginePages([elsewhere], "BLKNHD"),))
 
 

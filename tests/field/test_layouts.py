@@ -107,7 +107,7 @@ def test_the_order_of_planes_and_blocks_is_declared_and_never_guessed_from_the_s
     tensors = [torch.zeros(2, slots, tokens, heads, dim, dtype=torch.float16) for _ in range(layers)]
     with TierStore.open(tiers(8, 8, hbm_more=ENGINE), SPEC) as store:
         if slots != planes:
-            with pytest.raises(ConfigError, match="tensor of layer 0 holds pages of"):
+            with pytest.raises(ConfigError, match="tensor of layer 0 must hold pages of"):
                 store.register(EnginePages(tensors, "BKNHD"))
         store.register(EnginePages(tensors, "KBNHD"))
         key = chain(1)[0]

@@ -92,7 +92,7 @@ def test_engine_with_another_block_size_is_refused() -> None:
     with (
         TierStore.open(tiers(4, 4, hbm_more=ENGINE, page_nbytes=PAGE.page_nbytes), PAGE) as store,
         pytest.raises(
-            ConfigError, match=r"holds pages of shape \(2, 16, 2, 8\).*expected shape \(2, 256, 2, 8\)"
+            ConfigError, match=r"must hold pages of shape \(2, 256, 2, 8\).*got shape \(2, 16, 2, 8\)"
         ),
     ):
         store.register(EnginePages([torch.zeros(shape, dtype=torch.float16)], "BLKNHD"))

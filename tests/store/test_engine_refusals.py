@@ -54,12 +54,12 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
         (
             [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float32)],
             "BLKNHD",
-            "float32, expected",
+            "got shape .* and dtype torch.float32",
         ),
         (
             [torch.zeros(SLOTS, 2, PLANES, HEADS, TOKENS, DIM, dtype=torch.float16)],
             "BLKNHD",
-            "holds pages of",
+            "must hold pages of",
         ),
         (
             [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)],

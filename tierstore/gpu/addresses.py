@@ -59,7 +59,7 @@ def pool_segments(address: int, layout: PageLayout) -> Segments:
 
 
 def row_segments(address: int, stride: int, pieces: Sequence[tuple[int, int, int]]) -> Segments:
-    """Return the segments of the rows of a slab, with a row's number in place of a slot.
+    """Return the segments of the rows of a slab. Row numbers take the place of slot numbers.
 
     The slab starts at ``address``, and its rows are ``stride`` bytes apart. Each entry of ``pieces`` has a
     piece's offset within the row, its offset within the page or payload, and its length, all in bytes.
@@ -171,7 +171,7 @@ _MOST_EQUAL = 1 << 16
 
 
 def in_equal_pieces(segments: Segments) -> Segments | None:
-    """Divide the pieces further, so that all have the same length, as the copy kernel needs.
+    """Divide the pieces further, so that all have the same length, which the copy kernel requires.
 
     Return None if the new pieces would be too many, or too short to be copied efficiently.
     """

@@ -1,8 +1,9 @@
-"""A CUDA kernel that copies pages between slots, which divide a page into pieces, and contiguous memory.
+"""A CUDA kernel that copies pages between slots, in which pages consist of pieces, and contiguous memory.
 
 The contiguous memory is mapped host memory or a slab. The kernel runs few threads, each with several vectors
-in flight. Together they have just enough bytes in flight to saturate the link, because loads and stores that
-wait for the link delay all other memory traffic on the GPU. This is the only module that imports cupy.
+in flight. Together they have just enough bytes in flight to saturate the link. More would be harmful, because
+loads and stores that wait for the link delay all other memory traffic on the GPU. This is the only module that
+imports cupy.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _compiled(index: int, width: int, vectors: int) -> Any:
 
 
 class Pieces:
-    """Copies pages between slots, which divide a page into pieces, and buffers, in which a page is contiguous.
+    """Copies pages between slots, in which pages consist of pieces, and buffers, in which pages are contiguous.
 
     Methods queue copies and return without waiting for them. Use each instance with one stream only, because
     tables are reused in launch order.
@@ -203,7 +204,7 @@ class Pieces:
         self._tables.append(table)
 
     def _table(self, entries: int) -> _Table:
-        """Return a table that no launch is using and that has space for at least ``entries`` numbers.
+        """Return a table that no launch is using and that has space for at least ``entries`` entries.
 
         Reuse the oldest table if its launch is complete and it is long enough, else allocate a new one.
         """
@@ -227,7 +228,7 @@ class _Handle:
 
 
 def _foreign(cupy: Any, stream: torch.cuda.Stream) -> Any:
-    """Wrap a torch stream as a cupy stream, with ``ExternalStream`` in CuPy 13, which has no ``from_external``."""
+    """Wrap a torch stream as a cupy stream. CuPy 13 has no ``from_external``, so use ``ExternalStream`` there."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Handle(stream))
     return cupy.cuda.ExternalStream(stream.cuda_stream)

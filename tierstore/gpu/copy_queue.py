@@ -77,7 +77,9 @@ class Waves(Generic[Item]):
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._wave: list[_Row[Item]] = [_Row() for _ in range(groups)]
-        """Jobs in the wave, by the next group of each job. A job is never behind a job that was added later.
+        """The jobs in the wave, by the index of the group that they get next.
+
+        No job has received fewer groups than a job that was added later.
         """
         self._later: _Row[Item] = _Row()
         self._handed_out = 0
@@ -103,7 +105,7 @@ class Waves(Generic[Item]):
             self._later.add(_Entry(job, size))
 
     def first(self) -> tuple[Item, int]:
-        """Return the first job that ``take`` would return, and the index of its next group.
+        """Return the first job that ``take`` would return, and the index of the group that the job gets next.
 
         Raises:
             IndexError: No job is waiting.
@@ -169,7 +171,7 @@ class Waves(Generic[Item]):
         return jobs
 
     def _at_hand(self) -> tuple[_Row[Item], int]:
-        """Return the row that ``take`` takes jobs from, and the index of its jobs' next group."""
+        """Return the jobs from which ``take`` chooses, and the index of the layer group that they get next."""
         for group, row in enumerate(self._wave):
             if row.entries:
                 return row, group
@@ -191,7 +193,7 @@ class Pace:
     """
 
     whole: int = 16 << 20
-    """A transfer up to this size is not divided into layer groups if no other transfer is waiting."""
+    """A transfer of up to this size is not divided into layer groups if no other transfer is waiting."""
     together: int = 128 << 20
     """Maximum size of one launch, which copies the same layer group for several transfers.
 
@@ -200,13 +202,13 @@ class Pace:
     pieces: int = 256
     """Maximum number of driver copies per launch, and per call to ``submit`` or ``poll`` in each direction.
 
-    A transfer that needs more is launched by the lane's thread, because the driver takes long to queue it.
+    A transfer that needs more is launched by the lane's thread, because the driver needs a long time to queue it.
     """
     ahead: int = 512 << 20
-    """Nothing is launched while at least this much is in flight. The link needs several milliseconds for it.
+    """Nothing is launched while at least this much is in flight. The link transfers it in several milliseconds.
 
     While new transfers are likely to arrive and to be launched before the next waiting one, the limit is a
-    quarter of this, because a new transfer has to wait for everything in flight.
+    quarter of this value, because a new transfer has to wait for everything in flight.
     """
     enough: int = 64 << 20
     """While at least this much is in flight, a launch may wait for more transfers that need its layer group."""
@@ -307,7 +309,7 @@ class Flight:
     broken: bool = False
     landed: bool = False
     lent: bool = False
-    """Whether ``ended`` was given to a caller, so that the event must not be reused."""
+    """Whether ``ended`` was given to a caller, in which case the event must not be reused."""
     refused: NDArray[np.int32] | None = None
     """The flags returned by ``copy_routes.Route``. Valid once the flight has landed."""
 
@@ -325,7 +327,7 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
 
 
 def share_refused(flight: Flight) -> None:
-    """For each page that a landed flight has flagged, add its position to ``refused`` of its job."""
+    """Add the position of each page that a landed flight has flagged to ``refused`` of the page's job."""
     if flight.refused is None or not flight.refused.any():
         return
     first = 0
@@ -408,7 +410,7 @@ class Lane:
             self._loading[job.transfer.id] = job
 
     def drained_s(self, nbytes: int) -> float:
-        """Return roughly in how many seconds fewer than ``nbytes`` bytes will be in flight."""
+        """Return the estimated number of seconds until fewer than ``nbytes`` bytes are in flight."""
         return max(0.0, self.nbytes - nbytes) / self._rate
 
     @property
@@ -534,9 +536,9 @@ class Lane:
         return not self.launching and all(_happened(flight.ended) for flight in self._flying)
 
     def arriving(self, slots: set[int], layer: int) -> tuple[Arriving, set[int]]:
-        """Return the progress of loading this layer into those of ``slots`` that this lane is loading.
+        """Return the progress of loading this layer, and the set of ``slots`` that this lane is not loading.
 
-        Also return the other slots.
+        The progress covers only those of ``slots`` that this lane is loading.
         """
         group = 0 if self._layers is None else self._layers.holding(layer)
         last: Flight | None = None

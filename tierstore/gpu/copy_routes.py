@@ -303,7 +303,7 @@ _A_TRANSFER = 32
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A candidate route, and what determines its cost.
+    """A candidate route, and the values that determine its cost.
 
     The route copies each page as ``pieces`` pieces of ``piece_nbytes`` bytes, with the method ``way``.
     """
@@ -404,8 +404,8 @@ def rates_of(driver: Driver, device: torch.device) -> Rates:
     """Return the transfer rates of the device's link. Thread-safe.
 
     The first call for a device measures them, which blocks for about 0.1 s. Other work on the link or the GPU
-    during that time lowers the rates. Later calls in the process return the same rates. Without cupy, only DMA
-    is measured.
+    during that time lowers the measured rates. Later calls in the process return the same rates. Without cupy,
+    only DMA is measured.
     """
     with _lock:
         if device.index not in _found:
@@ -479,7 +479,7 @@ _MOST_PIECES = 128
 """Maximum number of pieces per page for the route that copies every piece by DMA."""
 
 _SPREAD_S = 50e-6
-"""Time to scatter the last slab of a batch, in seconds. It cannot overlap with copies of that batch."""
+"""Time to scatter the last slab of a batch, in seconds. This work cannot overlap with copies of the batch."""
 
 _LAUNCH_S = 10e-6
 """Time to launch a torch kernel, in seconds. Each layer needs one or two launches."""
@@ -639,7 +639,7 @@ def _part_by_part(
     driver: Driver,
     device: torch.device,
 ) -> list[list[SlabCopies]]:
-    """Return the loads of each layer group, or an empty list if the copy kernel is not installed or is inefficient."""
+    """Return the loads of each layer group. The list is empty if cupy is missing or the kernel does not suit a part."""
     groups = []
     for parts in by_layers.parts:
         group = []

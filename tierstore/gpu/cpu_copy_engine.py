@@ -1,7 +1,7 @@
 """A copy engine that runs on CPU threads, and the ``CopyEngine`` protocol that every copy engine implements.
 
 ``CpuCopyEngine`` has one thread per direction. The CUDA engine passes it the transfers whose host memory is
-not pinned. ``LayerLoads`` loads pages layer group by layer group on a thread of its own. A transfer's slots
+not pinned. ``LayerLoads`` loads pages one layer group at a time, on a separate thread. A transfer's slots
 belong to the engine from ``submit`` until ``poll`` returns the transfer's ack. Copy engines do not track
 which pages are resident in which tier.
 """
@@ -46,7 +46,7 @@ class _Load:
 
 
 class LayerLoads:
-    """Copies pages to HBM on its own thread, layer group by layer group."""
+    """Copies pages to HBM on a separate thread, one layer group at a time."""
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ slots until its ack, which is available once the event recorded after its last p
 A small transfer is launched whole if no other transfer is waiting. All others are launched layer group by
 layer group, slightly ahead of the link, so that pages submitted later can get a layer group before earlier
 pages get their next one. The threads that call ``submit`` and ``poll`` do the launching. Each lane also
-has a thread of its own, but only for copies that take the driver long to queue, and for times when no other
-thread calls the engine. In general, that thread is slower, because it gets the GIL only every 5 ms while
-other threads compute.
+has a separate thread. It launches only copies that the driver needs a long time to queue, and copies for which
+no other thread calls the engine in time. In general, that thread is slower, because it gets the GIL only every
+5 ms while other threads compute.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class CudaCopyEngine:
         """Queue a transfer.
 
         It is launched once its host slots are pinned and the limits of ``Pace`` allow it: in this call, in a
-        later call, or by the lane's thread. If its host slots will not be pinned, it is passed to the engine
-        ``unpinned``. Does not wait for copies.
+        later call, or by the lane's thread. If its host slots will not be pinned, it is passed to the
+        ``unpinned`` engine. Does not wait for copies.
         """
         job = Job.of(transfer)
         with self._turn:
@@ -282,7 +282,7 @@ class CudaCopyEngine:
             return None
 
     def _pause(self, lane: Lane) -> float | None:
-        """Return the seconds until the lane's thread checks again, or None if it waits to be woken.
+        """Return the number of seconds until the lane's thread checks again, or None if it waits to be woken.
 
         The thread does not check before the link can need it, because each check takes the GIL from callers.
         """

@@ -38,7 +38,7 @@ _log = logging.getLogger("tierstore.gpu.device")
 
 
 SMALLEST_BY_THREADS = 64 << 10
-"""Minimum average size in bytes of the parts of a layer group, if CPU threads copy.
+"""Minimum average size in bytes of the parts of a layer group if CPU threads copy them.
 
 With smaller parts, the threads would spend more time in Python code than in the copies themselves.
 """
@@ -295,7 +295,8 @@ def _require_on(device: torch.device, pages: tuple[EnginePages, ...]) -> None:
     others = {tensor.device for group in pages for tensor in group.tensors} - {device}
     if others:
         raise ConfigError(
-            f"hbm.device is {device}, but the engine's tensors are on {', '.join(sorted(map(str, others)))}"
+            f"hbm.device must be the device of the engine's tensors, got {device} for tensors on "
+            f"{', '.join(sorted(map(str, others)))}"
         )
 
 
@@ -326,7 +327,8 @@ class Between:
     Attributes:
         pool: The slots in HBM.
         host: The slots in host memory.
-        wake: Called by the engine's threads when ``poll`` has a new ack or a layer group was copied or launched.
+        wake: Called by the threads of the copy engine when ``poll`` has a new ack, and when a layer group was
+            copied or launched.
         most_groups: Maximum number of layer groups per load. Use 1 if no caller waits for individual layers:
             the driver then queues fewer copies, and pages complete one by one.
     """

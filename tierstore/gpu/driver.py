@@ -24,7 +24,7 @@ _BATCH_VERSION = 13000
 _TOGETHER = 512
 """Maximum number of copies per driver call.
 
-The driver needs about 1 us to process each copy, and starts the first only after it has processed all.
+The driver needs about 1 us to process each copy, and starts the first one only after it has processed all of them.
 """
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NON_BLOCKING = 1

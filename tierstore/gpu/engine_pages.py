@@ -163,7 +163,8 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
     letters = layout.replace("L", "")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ConfigError(
-            f"slots or elements of the tensor of layer {layer} share memory (stride 0): do not pass expanded tensors"
+            f"slots and elements of the tensor of layer {layer} must not share memory, got strides {tensor.stride()}; "
+            "pass tensors that were not expanded"
         )
     if tensor.ndim != len(letters):
         raise ConfigError(
@@ -187,7 +188,7 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
     view = tensor.permute([letters.index(x) for x in "BKNHD"])
     if tuple(view.shape[1:]) != spec.shape[1:] or view.dtype != torch_dtype(spec):
         raise ConfigError(
-            f"tensor of layer {layer} holds pages of shape {tuple(view.shape[1:])} and dtype {view.dtype}, "
-            f"expected shape {spec.shape[1:]} and dtype {torch_dtype(spec)}"
+            f"tensor of layer {layer} must hold pages of shape {spec.shape[1:]} and dtype {torch_dtype(spec)}, "
+            f"got shape {tuple(view.shape[1:])} and dtype {view.dtype}"
         )
     return view

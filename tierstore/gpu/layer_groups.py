@@ -67,7 +67,7 @@ class LayerGroups:
     """The layer groups that a page is divided into.
 
     Attributes:
-        parts: The parts of each layer group: one for each KV group that has layers in it.
+        parts: The parts of each layer group: one for each KV group that has layers in the layer group.
         starts: The first layer of each layer group.
     """
 

@@ -1,4 +1,4 @@
-"""Slabs: staging buffers in HBM for pages whose form during a transfer differs from that in their slots.
+"""Slabs: staging buffers in HBM for pages that are transferred in another form than they have in their slots.
 
 A slab consists of rows. A row contains one page, or some of its layers, in the form that is transferred: the
 scattered pieces of an engine's page packed together, or a codec payload. Whole rows are transferred at the
@@ -151,7 +151,7 @@ class RowCoder(Protocol):
 
 
 class PieceMover(Protocol):
-    """Copies pages between slots, which divide a page into pieces, and device buffers, in which it is contiguous.
+    """Copies pages between slots, in which pages consist of pieces, and device buffers, in which they are contiguous.
 
     ``copy_kernel.Pieces`` implements it.
     """

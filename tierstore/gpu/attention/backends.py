@@ -85,7 +85,7 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
             query sees no key.
 
     Returns:
-        Both values for the union, without the first dimension and with the same dtypes.
+        The result and the logarithms for the union, without the first dimension and with the same dtypes.
     """
     top = lses.amax(0)
     floor = top.masked_fill(top == -torch.inf, 0.0)
@@ -158,7 +158,7 @@ def require_backend(device: torch.device, name: Backend) -> None:
 
 
 def make(name: Backend, device: torch.device, max_pages: int | None = None) -> AttentionBackend:
-    """Create the backend with this name. Raises ValueError as ``require_backend`` does."""
+    """Create the backend with this name. Raises ValueError in the same cases as ``require_backend``."""
     require_backend(device, name)
     if name == "reference":
         return ReferenceBackend()

@@ -130,7 +130,7 @@ class Gathered:
     def _attend(
         self, q: torch.Tensor, planes: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results and logarithms of ``sdpa``. These tensors may have any strides."""
+        """Return the results and the logarithms from ``sdpa``. Both tensors may have any strides."""
         keys, values = planes.transpose(1, 2).unsqueeze(1)
         return sdpa(
             self._sdpa, q.transpose(0, 1)[None], keys, values, causal, self._page_table.shape.sm_scale

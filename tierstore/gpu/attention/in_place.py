@@ -56,8 +56,8 @@ class Work:
     Attributes:
         items: int32 ``[items, FIELDS]``. The kernel runs one program per item and head of K and V.
         queries: int32 ``[queries, 2]``: the first part and the number of parts of each query.
-        num_parts: Total number of parts that need memory. A query with exactly one part needs none, because its
-            program stores the result directly.
+        num_parts: Total number of parts that need memory. If a query has exactly one part, that part needs no
+            memory, because the program that computes it stores the result directly.
         merges: Whether any query has a number of parts other than one.
     """
 
@@ -124,7 +124,7 @@ def _items(
     start: NDArray[np.int64],
     step: int,
 ) -> NDArray[np.int64]:
-    """Return the work items of all sequences. Those of the same block of rows are adjacent."""
+    """Return the work items of all sequences. Items for the same block of rows are adjacent."""
     number = blocks * splits
     of = np.repeat(np.arange(table.batch), number)
     local = np.arange(len(of)) - np.repeat(np.cumsum(number) - number, number)
@@ -169,8 +169,8 @@ class Tiles:
     def of(cls, shape: Shape, rows: int, large: bool = True) -> Tiles:
         """Return the fastest parameters for blocks of up to ``rows`` rows.
 
-        Measurements on an H200 determined them (docs/benchmarks/attention.md). With ``large``, a program may use
-        227 KiB of shared memory, as on Hopper, otherwise 99 KiB.
+        The choice is based on measurements on an H200 (docs/benchmarks/attention.md). With ``large``, a program
+        may use 227 KiB of shared memory, as on Hopper, otherwise 99 KiB.
         """
         block_m = min(128, max(_SMALL, _power(rows)))
         token = shape.head_dim * shape.dtype.itemsize  # bytes per key; a value usually has as many

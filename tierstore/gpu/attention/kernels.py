@@ -215,10 +215,11 @@ def join(
     sums, sum_lse, found, found_lse, out, found_head, found_query, lse_head, lse_query,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge attention over further keys (``found``, ``found_lse``) into the result so far of one query and head.
+    """Merge attention over further keys into the previous result of one query and head.
 
-    The result so far is in ``sums`` and ``sum_lse``. With ``FIRST``, it is ignored. With ``LAST``, the merged
-    result is stored in ``out`` instead of ``sums``.
+    ``found`` and ``found_lse`` contain the attention over the further keys, ``sums`` and ``sum_lse`` the previous
+    result, which is ignored with ``FIRST``. With ``LAST``, the merged result is stored in ``out`` instead of
+    ``sums``.
     """
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, BLOCK_V)

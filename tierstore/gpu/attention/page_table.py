@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 Numbers = torch.Tensor | NDArray[np.integer] | Sequence[int]
-"""Integers in one dimension.
+"""A one-dimensional sequence of integers.
 
 A tensor on a GPU is copied to the host, which blocks until the copy completes.
 """
@@ -108,7 +108,7 @@ class Paging:
             shape: The shape of attention in every layer.
 
         Raises:
-            ValueError: The numbers are inconsistent, or a causal sequence has more queries than tokens.
+            ValueError: The arguments are inconsistent, or a causal sequence has more queries than tokens.
         """
         starts, pages = _integers("indptr", indptr), _integers("indices", indices)
         last = _integers("last_page_len", last_page_len)
@@ -176,11 +176,13 @@ class Paging:
     def require_fits(self, max_pages: int, before: tuple[int, Shape] | None) -> None:
         """Raise ValueError unless this table fits buffers for ``max_pages`` pages and one query per sequence.
 
-        ``before`` contains the batch size and the shape that the buffers were allocated for. They must be those
-        of this table. It is None before the first plan.
+        ``before`` contains the batch size and the shape that the buffers were allocated for. This table must have
+        the same batch size and shape. ``before`` is None before the first plan.
         """
         if len(self.indices) > max_pages:
-            raise ValueError(f"the plan has {len(self.indices)} pages, but max_pages is {max_pages}")
+            raise ValueError(
+                f"a plan must have at most max_pages ({max_pages}) pages, got {len(self.indices)}"
+            )
         if int(self.widths.max(initial=0)) > 1:
             raise ValueError("with max_pages, each sequence must have one query, got several")
         if before is not None and before != (self.batch, self.shape):

@@ -106,8 +106,8 @@ class PagedDecode(_Paged):
 
         Args:
             indptr: ``[batch + 1]``. Sequence ``i`` reads the pages ``indices[indptr[i]:indptr[i + 1]]``.
-            indices: Slots of the pages. Any number may stand for a page that no query sees because of its
-                window.
+            indices: Slots of the pages. The entry of a page that lies entirely before the window may be any
+                integer, because the page is never read.
             last_page_len: ``[batch]``. Number of tokens in the last page of each sequence; 0 for a sequence
                 without pages.
             num_qo_heads: Number of query heads.

@@ -204,7 +204,7 @@ def measure(
     LIMIT: tl.constexpr, MOST: tl.constexpr, UP: tl.constexpr, RULE: tl.constexpr, BITS: tl.constexpr,
     SIDE_BLOCK: tl.constexpr, MEMBER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales and minimums of ``SIDE_BLOCK`` groups of elements. With 8 bits, store their codes too.
+    """Store the scales and minimums of ``SIDE_BLOCK`` groups of elements. With 8-bit codes, store the codes too.
 
     ``flags[first + page]`` becomes 1 if an element is NaN, infinite or too large.
     """
@@ -229,7 +229,7 @@ def measure(
         step = 1
     count = tl.where(side < SIDES, count, 0)
 
-    # Compare magnitudes as bit patterns, which have the same order as the numbers. NaN is the largest.
+    # Compare magnitudes as bit patterns, which have the same order as the values. NaN is the largest.
     size = tl.full((SIDE_BLOCK, MEMBER_BLOCK), 0, tl.int32)
     high = tl.full((SIDE_BLOCK, MEMBER_BLOCK), -float("inf"), tl.float32)
     low = tl.full((SIDE_BLOCK, MEMBER_BLOCK), float("inf"), tl.float32)
@@ -372,7 +372,7 @@ def keep(
     PLAIN: tl.constexpr, ITEM: tl.constexpr, PAYLOAD: tl.constexpr, AT: tl.constexpr,
     NBYTES: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the unencoded part of a page from the page to the payload or, with ``BACK``, from there to the page.
+    """Copy the unencoded part of a page from the page to the payload or, with ``BACK``, in the opposite direction.
 
     Strides are in units of ``ITEM`` bytes. ``NBYTES`` is the size in bytes of one plane of one layer.
     """
@@ -396,11 +396,12 @@ def sides_of_rows(
     WIDTH: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
     RULE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales and minimums of some rows of codes: for the low halves of bytes, then for the high ones.
+    """Return the low scales, the low minimums, the high scales and the high minimums of some rows of codes.
 
-    All low halves in a row share a scale and a minimum, and so do all high halves. Results that the
-    codec does not use are copies of the low scale: the minimums if the codec has none, and the results for the
-    high halves if codes have 8 bits. ``first`` is the index of the layer's first scale.
+    Low and high refer to the halves of a byte: all low halves in a row share one scale and one minimum, and so do
+    all high halves. Results that the codec does not use are copies of the low scales: the minimums if the codec
+    has none, and the results for the high halves if codes have 8 bits. ``first`` is the index of the layer's
+    first scale.
     """
     low_scale = load_scale(scales, first + row, here)
     low_floor = low_scale

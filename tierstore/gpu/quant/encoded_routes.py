@@ -1,4 +1,4 @@
-"""Copy routes for encoded host memory. The GPU encodes and decodes; only payloads are transferred.
+"""Copy routes for encoded pages in host memory. The GPU encodes and decodes; only payloads are transferred.
 
 ``encoded_route`` builds the route for a pool, if the GPU can encode and decode its pages. It also chooses how
 pages are loaded: through slabs that DMA fills with payloads or, for large pages, by a kernel that reads
@@ -52,12 +52,12 @@ _log = logging.getLogger("tierstore.gpu.coded_path")
 CUTS = (Cut((5, 3), 3 << 20), Cut((1, 1), 3 << 20))
 """How pages are divided into layer groups for loads through slabs.
 
-The last group has fewer layers, because no load can overlap with the computation of that group. If it had far
-fewer, the host could not launch the earlier groups in time.
+If the groups differ in size, the last one has fewer layers, because no load overlaps with computing that group.
+With far fewer layers in the last group, the host could not launch the earlier groups in time.
 
 Small pages are loaded whole. Each group has its own scales, which add two small pieces per page, or more if the
-codec also stores minimums. Such a piece costs 1 us on the link and 3 us on the host. As a result, pages of
-2 MiB that were loaded in two groups reached only half the throughput of pages that were loaded whole. All sizes
+codec also stores minimums. Such a piece costs 1 us on the link and 3 us on the host. As a result, 2 MiB pages
+that were loaded in two groups reached only half the throughput of 2 MiB pages that were loaded whole. All sizes
 are sizes before encoding.
 """
 
@@ -68,10 +68,10 @@ These are more groups than in ``CUTS``, because each one costs only one launch f
 """
 
 MAPPED_NBYTES = 64 << 10
-"""Minimum size in bytes of one layer's codes for K, or for V, in a page. Below it, pages are loaded through slabs.
+"""Minimum size in bytes of the codes for the K (or the V) of one layer of a page, for loads by ``MappedLoads``.
 
-The kernel of ``MappedLoads`` is slow with fewer bytes: at 16 KiB (pages of 2 MiB encoded as ``int8``), it
-reaches 67 % of the link's speed.
+Pages with fewer bytes are loaded through slabs, because the kernel of ``MappedLoads`` is slow for them: at
+16 KiB (2 MiB pages encoded as ``int8``), it reaches 67 % of the link's speed.
 """
 
 
@@ -166,7 +166,8 @@ def encoded_route(
 ) -> Route | str:
     """Return the route between the slots of ``pool`` and host slots in the format ``held``.
 
-    If ``most_groups`` is 1, pages are loaded whole. Higher limits have no effect: the cuts above have fewer groups.
+    If ``most_groups`` is 1, pages are loaded whole. Any higher limit has no effect, because pages are then divided
+    as in ``CUTS`` or ``MAPPED_CUTS``.
 
     Compiles kernels, which takes several seconds the first time on a machine. If the GPU cannot encode and
     decode these pages, log a warning and return a string that says why. The caller must then let the CPU
@@ -298,7 +299,7 @@ def _lots(pool: OwnPool | EnginePool, held: HostFormat) -> tuple[GroupStrides, .
 
 
 def slab_nbytes(held: HostFormat, nbytes: int) -> int:
-    """Return the size in bytes of a slab with a capacity of ``nbytes``, but of no less than one page.
+    """Return the size in bytes of a slab with a capacity of ``nbytes`` bytes, but at least one page.
 
     See ``UP_NBYTES`` for how capacity is counted.
     """
