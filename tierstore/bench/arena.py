@@ -25,7 +25,7 @@ MOST_NBYTES = 64 << 30
 
 
 class NoPinner:
-    """A pinner for machines without a GPU. It does not page-lock memory; the arena only touches it."""
+    """A pinner for machines without a GPU. It does not page-lock the arena's memory, so the arena only touches it."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Do nothing."""
@@ -44,19 +44,19 @@ def _seconds_to_touch(layout: PageLayout, slots: int) -> float:
 
 
 def default_nbytes() -> int:
-    """Return the default size of the arena in bytes: 64 GiB, or half of the available memory if less."""
+    """Return the default size of the arena in bytes: 64 GiB, or half of the available memory if that is less."""
     available = available_nbytes()
     return MOST_NBYTES if available is None else min(MOST_NBYTES, available // 2)
 
 
 def arena_rows(device: str, nbytes: int) -> list[Row]:
-    """Measure how long it takes until the first GiB and until all of an arena can be used.
+    """Measure how long it takes until the first GiB of an arena can be used, and until all of it can be used.
 
     On a GPU, also measure how long torch takes to allocate as much page-locked memory. On the CPU, memory is
     touched but not page-locked, and torch is not measured.
 
-    A virtual machine may get its memory from the host only when it first touches it. The same amount of memory
-    is therefore touched once before the measurement; a separate row reports how long that takes.
+    A virtual machine may get its memory from the host only when it first touches it. The same amount of memory is
+    therefore touched once before the measurement. A separate row reports how long this takes.
 
     Args:
         device: The device for which memory is page-locked, such as ``cuda:0``, or ``cpu``.

@@ -2,8 +2,8 @@
 
 There are two benchmarks. Decoding computes one token per sequence, with all layers recorded as one CUDA graph.
 Prefill computes new tokens after a long prefix, layer by layer. The ceiling is the fastest torch kernel that
-supports the shape; each row names it. The ceiling's time does not include gathering the pages into contiguous
-tensors, whereas the store's time includes all its work.
+supports the shape; each row names that kernel. The ceiling's time does not include gathering the pages into
+contiguous tensors, whereas the store's time includes all its work.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     """Attention function. Takes queries ``[queries, heads, dim]`` and K and V ``[2, batch, heads, tokens, dim]``."""
 
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""The torch kernels that are measured. The memory-efficient one cannot share K and V heads between query heads."""
+"""The measured torch kernels. The memory-efficient kernel cannot share K and V heads between query heads."""
 
 
 def decoders(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict[str, Act]:
     """Return torch's attention functions for decoding (one query per sequence), by kernel name.
 
     Kernels that do not support the shapes of ``q`` and ``planes`` are left out. On the CPU, there is a single
-    function, with which torch chooses the kernel.
+    function, for which torch chooses the kernel.
     """
 
     def plain(q: torch.Tensor, planes: torch.Tensor) -> object:
@@ -69,8 +69,8 @@ def fillers(device: torch.device, q: torch.Tensor, planes: torch.Tensor) -> dict
     """Return torch's attention functions for prefill, by kernel name: causal attention of a sequence's last tokens.
 
     Kernels that do not support the shapes of ``q`` and ``planes`` are left out. cuDNN does not support the mask
-    that causal attention of the last tokens needs. Its function therefore calls cuDNN twice, once for the earlier
-    and once for the new tokens, and does not merge the results.
+    that causal attention of the last tokens needs. The function for cuDNN therefore calls it twice, once for the
+    earlier tokens and once for the new ones, and does not merge the results.
     """
     scale = float(q.shape[2]) ** -0.5
 
@@ -110,18 +110,18 @@ def _willing(acts: dict[str, Act], q: torch.Tensor, planes: torch.Tensor) -> dic
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Number of query heads, number of KV heads and head size of an 8B model."""
 _CHECKED = 16
-"""How many of the first queries, and of the last ones, are compared with a float64 result in prefill."""
+"""In prefill, this many queries at the start and this many at the end are compared with a float64 result."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
     """One row of the attention benchmark. Times are medians over the pairs of runs.
 
-    ``context`` is the number of tokens per sequence before the new ones, and ``queries`` the number of new
-    tokens. ``ratio`` is the median of the pairwise ratios of the ceiling's time to the store's.
-    ``rel_error`` is the relative error of the store's result, compared with float64 in the Frobenius norm.
-    ``memory_layers`` is the peak of device memory beyond the pages, divided by the size of one layer of all
-    pages. It is -1 on the CPU, where it is not measured.
+    ``context`` is the number of tokens per sequence before the new tokens, and ``queries`` is the number of new
+    tokens. ``ratio`` is the median of the pairwise ratios of the ceiling's time to the store's. ``rel_error`` is the
+    relative error of the store's result, compared with float64 in the Frobenius norm. ``memory_layers`` is the peak
+    of device memory beyond the pages, divided by the size of one layer of all pages. It is -1 on the CPU, where it
+    is not measured.
     """
 
     what: Literal["decode", "prefill"]
@@ -173,7 +173,10 @@ class Pool:
             self.pages[first : first + 64].normal_()
 
     def scattered(self, batch: int, tokens: int) -> NDArray[np.int64]:
-        """Choose random pages for ``batch`` sequences of ``tokens`` tokens. Return their numbers in sequence order."""
+        """Choose random pages for ``batch`` sequences of ``tokens`` tokens.
+
+        Return the slots of the pages in sequence order.
+        """
         number = batch * -(-tokens // self.page_size)
         return np.random.default_rng(number).permutation(len(self.pages))[:number]
 
@@ -219,7 +222,7 @@ def decode_row(pool: Pool, batch: int, tokens: int, pairs: int) -> AttentionRow:
 
 
 def prefill_row(pool: Pool, tokens: int, queries: int, layers: int, pairs: int) -> AttentionRow:
-    """Measure prefill: attention of ``queries`` new tokens after ``tokens`` earlier ones, in ``layers`` layers.
+    """Measure prefill: attention of ``queries`` new tokens after ``tokens`` earlier tokens, in ``layers`` layers.
 
     K and V of the new tokens are already in pages.
     """
@@ -297,7 +300,7 @@ def _indptr(slots: NDArray[np.int64], batch: int) -> list[int]:
 def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Paging, first: int) -> float:
     """Return the relative error of ``out``, compared with float64.
 
-    In decoding, all queries are compared. In prefill, only ``_CHECKED`` queries are compared, from ``first`` on.
+    In decoding, all queries are compared. In prefill, only ``_CHECKED`` queries are compared, starting at ``first``.
     """
     if table.num_queries == table.batch:
         want, _ = attend(q, pages, table, torch.float64)
@@ -312,7 +315,7 @@ def _error(out: torch.Tensor, q: torch.Tensor, pages: torch.Tensor, table: Pagin
 
 
 def _peak(pool: Pool, act: Callable[[], None]) -> int:
-    """Call ``act`` and return by how many bytes device memory grew at its peak. Return 0 on the CPU."""
+    """Call ``act`` and return the peak growth of device memory in bytes. Return 0 on the CPU."""
     if pool.device.type != "cuda":
         act()
         return 0
@@ -336,7 +339,7 @@ def _each(layers: int, act: Callable[[int], None]) -> Callable[[], None]:
         for layer in range(layers):
             act(layer)
 
-    run()  # the first call allocates memory, which is not to be measured
+    run()  # the first call allocates memory, which must not be measured
     return run
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of codecs on KV pages: rates and compression ratio of ``exp``, and the speedup from a second thread.
+"""Benchmarks of codecs on KV pages: the rates and compression ratio of ``exp``, and the speedup from a second thread.
 
 The compression ratio is compared with its entropy limit. The pages come from a real model if its files are
 available, and are synthetic otherwise. Each sample names its source.
@@ -37,8 +37,8 @@ _ROUNDS = 7
 class Rate(NamedTuple):
     """Rates of a codec in MB/s (10^6 bytes of uncompressed pages per second).
 
-    ``elapsed`` is the rate of all threads together, by wall time. ``core`` is the rate of the slowest thread, by
-    its CPU time.
+    ``elapsed`` is the rate of all threads together per wall time. ``core`` is the rate of the slowest thread per CPU
+    time of that thread.
     """
 
     elapsed: float
@@ -48,7 +48,7 @@ class Rate(NamedTuple):
 def codec_rows(sample: Sample, seconds: float) -> list[Row]:
     """Measure the codec ``exp`` on a sample: entropy limits, compression ratio and rates.
 
-    Each rate is the best of 7 runs. Runs with one thread and runs with two alternate.
+    Each rate is the best of 7 runs. Runs with one thread alternate with runs with two threads.
 
     Args:
         sample: The pages.
@@ -70,7 +70,7 @@ def codec_rows(sample: Sample, seconds: float) -> list[Row]:
 
 
 def scaling_rows(sample: Sample, seconds: float) -> list[Row]:
-    """Measure how much faster two threads are than one, for each lossy codec.
+    """Measure how much faster two threads are than one thread, for each lossy codec.
 
     Each rate is the best of 7 runs that take ``seconds`` seconds each.
     """
@@ -120,8 +120,8 @@ def _zstd_alone(pages: list[Bytes]) -> Row:
 def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
     """Return rows with the entropy limits of the compression ratio, and the order-0 entropies behind them.
 
-    One entropy is that of the exponents, the other that of signs and mantissas. Both are averages over layers
-    and over K and V, in bits per value.
+    There are two entropies: that of the exponents, and that of the signs and mantissas. Both are averages over
+        layers and over K and V, in bits per value.
     """
     group = geometry.groups[0]
     words = np.stack([page[group.offset : group.end].view("<u2") for page in pages])
@@ -151,7 +151,7 @@ def _stored(name: str, layout: PageLayout, pages: list[Bytes]) -> list[Bytes]:
 
 
 def _encoding(name: str, layout: PageLayout, pages: list[Bytes]) -> Make:
-    """Return a function that creates one thread's work function, with an encoder of its own.
+    """Return a function that creates the work function of one thread, with a separate encoder.
 
     The work function encodes all pages once and returns their size in bytes.
     """
@@ -200,7 +200,7 @@ def _rates(what: str, goal: float, seconds: float, make: Make) -> list[Row]:
 
 
 def _run(threads: int, seconds: float, make: Make) -> Rate:
-    """Let ``threads`` threads repeat their work for ``seconds`` seconds at the same time, and return the rates."""
+    """Let ``threads`` threads repeat their work concurrently for ``seconds`` seconds, and return the rates."""
     begin_together = Barrier(threads)
 
     def work(_: int) -> Rate:
@@ -228,9 +228,9 @@ class Sample:
 
 
 def synthetic(tokens: int, page_size: int) -> Sample:
-    """Return random bfloat16 pages in the shape of SmolLM2-135M's, the same ones on every call.
+    """Return random bfloat16 pages in the shape of SmolLM2-135M pages.
 
-    The numbers are normally distributed, with a different scale in each channel.
+    Every call returns the same pages. The values are normally distributed, with a different scale in each channel.
     """
     spec = PageSpec(
         num_layers=30, page_size=page_size, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="synthetic"
@@ -269,7 +269,7 @@ def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) ->
 def paged(kv: torch.Tensor, page_size: int, model: str) -> tuple[PageSpec, list[NDArray[np.uint8]]]:
     """Divide ``kv``, bfloat16 ``[layers, 2, heads, tokens, head_dim]``, into full pages.
 
-    Tokens after the last full page are left out. Return the pages' specification and the pages.
+    Tokens after the last full page are left out. Return the specification of the pages, and the pages.
     """
     import torch
 

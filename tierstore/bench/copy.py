@@ -1,9 +1,9 @@
 """Throughput of page copies between HBM and page-locked host memory, with and without a codec.
 
-The pages are at random places in both memories. Each copy of pages is paired with one contiguous copy, the
-ceiling, so that both are measured under the same conditions. Results are medians over the pairs. With a codec,
-pages have the shape of an 8B model's and are encoded and decoded as in a store. They are compared with the
-same copies without a codec.
+The pages are at random places in both memories. Each copy of pages is paired with one contiguous copy, the ceiling,
+so that the two are measured under the same conditions. Results are medians over the pairs. With a codec, pages have
+the shape of an 8B model's pages, and are encoded and decoded as in a store. Copies with a codec are compared with
+the same copies without a codec.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def copy_rows(
 
     Raises:
         ConfigError: See ``Rig``.
-        RuntimeError: A page has wrong bytes after the copies.
+        RuntimeError: A page was not copied correctly.
     """
     rig = Rig(device, piece_nbytes, batch_nbytes, path)
     try:
@@ -142,7 +142,7 @@ def _measured(rig: Rig, direction: Direction, pairs: int, ceiling: Ceiling) -> C
 
 
 def _fill(rig: Rig) -> None:
-    """Fill the pages in host memory and those on the device with different random bytes."""
+    """Fill the pages in host memory and the pages on the device with different random bytes."""
     rig.storage.view(torch.int64).random_()
     for part in rig.parts():
         rig.host_rows[part].copy_(rig.pages[part].flatten(1))
@@ -150,7 +150,7 @@ def _fill(rig: Rig) -> None:
 
 
 def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
-    """Raise RuntimeError unless the two pages of each pair have the same, correct bytes.
+    """Raise RuntimeError unless the two pages of each pair are equal and correct.
 
     ``before`` contains the device's pages before the copies. Pages copied to the host must have these contents.
     """
@@ -164,11 +164,11 @@ def _require_right(rig: Rig, before: torch.Tensor, plan: _Plan) -> None:
         if start >= plan.split:
             right = right and torch.equal(before[there[part]].flatten(1), expected)
         if not right:
-            raise RuntimeError(f"pages of {exact_size(rig.page_nbytes)} have wrong bytes after the copies")
+            raise RuntimeError(f"pages of {exact_size(rig.page_nbytes)} were not copied correctly")
 
 
 TOKEN_NBYTES = 32 * 2 * 8 * 128 * 2
-"""Size of K and V of one token in an 8B model, in bytes: 32 layers, and 8 KV heads of 128 16-bit numbers."""
+"""Size of K and V of one token in an 8B model, in bytes: 32 layers, and 8 KV heads with 128 elements of 16 bits."""
 
 _COMPARED = 4
 """Approximate number of pages that are also encoded and decoded on the CPU, to check the device's results."""
@@ -181,8 +181,9 @@ class CodedRow:
     """One row of the codec copy benchmark: copies with a codec, compared with copies without it.
 
     Rates are in GB/s (10^9 bytes of uncompressed pages per second). ``gbps`` is the rate with the codec, and
-    ``plain_gbps`` the rate without it. ``ratio`` is the median of their pairwise ratios, not the ratio of the
-    medians. ``rel_error`` is the error of the decoded pages relative to their norm.
+    ``plain_gbps`` is the rate without it. ``ratio`` is the median of the pairwise ratios of ``gbps`` to
+    ``plain_gbps``, not the ratio of the medians. ``rel_error`` is the error of the decoded pages relative to their
+    norm.
     """
 
     direction: str
@@ -205,7 +206,7 @@ class CodedRow:
 
 
 class _Side(Ends):
-    """Slots on a device and in host memory, with copies between them. In host memory, pages may be encoded."""
+    """Slots on a device and in host memory, with copies between the two. In host memory, pages may be encoded."""
 
     def __init__(self, name: str, layout: PageLayout, num_pages: int, codec: str) -> None:
         device = open_device(name)
@@ -227,7 +228,7 @@ class _Side(Ends):
 
 
 def coded_host_nbytes(device: str, batch_nbytes: int, contiguous_nbytes: int) -> int:
-    """Return the maximum amount of host memory that ``coded_rows`` and its ceiling take, in bytes."""
+    """Return the maximum amount of host memory, in bytes, that ``coded_rows`` and its ceiling need."""
     if device != "cpu":
         return 2 * (batch_nbytes + contiguous_nbytes)
     return 5 * batch_nbytes + 4 * contiguous_nbytes
@@ -243,7 +244,7 @@ def require_codec(codec: str) -> None:
 def coded_rows(
     device: str, codec: str, page_nbytes: int, batch_nbytes: int, pairs: int, ceiling: Ceiling
 ) -> list[CodedRow]:
-    """Measure copies with a codec, and the same copies without it, to the device and from the device.
+    """Measure copies to and from the device with a codec, and the same copies without it.
 
     Args:
         device: The device, such as ``cuda:0``.
@@ -311,7 +312,7 @@ def _coded_row(
 
 
 def _fill_side(side: _Side) -> None:
-    """Fill the device's pages with normally distributed numbers. Each channel has its own scale."""
+    """Fill the device's pages with normally distributed values. Each channel has a different scale."""
     chance = torch.Generator(device=side.device).manual_seed(0)
     channels = torch.randn(
         (*side.pages.shape[1:3], 1, *side.pages.shape[4:]), device=side.device, generator=chance
@@ -323,7 +324,7 @@ def _fill_side(side: _Side) -> None:
 
 
 def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
-    """Copy the pages to the host and back, and compare some of them with the CPU's results.
+    """Copy the pages to the host and back, and compare some of them with results computed on the CPU.
 
     Return the relative error of all pages. See ``_error``.
 
@@ -350,7 +351,7 @@ def _checked(side: _Side, codec: str, layout: PageLayout) -> float:
 
 
 def _error(after: torch.Tensor, before: torch.Tensor, codec: str, layout: PageLayout) -> float:
-    """Return the norm of the errors of all pages, divided by the norm of their numbers.
+    """Return the norm of the errors of all pages, divided by the norm of their values.
 
     Raises:
         RuntimeError: In some page, the error of K or V in one layer exceeds the codec's bound.

@@ -4,9 +4,9 @@
 - Calls of an open store: match, acquire and release, and the longest time that a call holds the store's lock.
 - Catalogue: the time to open a store on a full catalogue. Its records are synthetic and have no page bytes.
 - vLLM's scheduler: the time per block of the part of the connector that runs in vLLM's scheduler. There is no
-  worker and no tensor; acks are simulated. If the blocks are in the engine's own cache, all this time is spent
-  before the first token of a request. In a restore, only the time until the scheduler sends the first orders
-  to copy blocks delays the first token; the rest overlaps with the copies.
+  worker and no tensor; acks are simulated. If the blocks are in vLLM's own cache, all this time is spent before the
+  first token of a request. In a restore, only the time until the scheduler sends the first orders to copy blocks
+  delays the first token; the rest overlaps with the copies.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def synthetic_pages(number: int) -> Iterator[tuple[PageKey, PageKey | None]]:
 def reserve_and_commit(pages: int) -> list[Row]:
     """Measure the bookkeeping of a copy from HBM to host memory, page by page, without copying bytes.
 
-    It consists of a reserve, which pins the page in HBM, and a commit, which unpins it. It is measured for
-    free slots in host memory, and for slots from which another page must be dropped first.
+    The bookkeeping consists of a reserve, which pins the page in HBM, and a commit, which unpins it. It is measured
+    for free slots in host memory, and for slots from which another page must be dropped first.
     """
     keys = [key for key, _ in synthetic_pages(2 * pages)]
     old, new = keys[:pages], keys[pages:]
@@ -244,7 +244,7 @@ _LOADED_AT_ONCE = 512
 
 
 def calls(pages: int) -> list[Row]:
-    """Measure match and acquire + release with all pages in HBM, and match and acquire with all in host memory."""
+    """Measure match and acquire + release for pages in HBM, and match and acquire for pages in host memory."""
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, pages, None) as store:
         store.put(keys, store.allocate(pages))
@@ -284,9 +284,9 @@ def lock_holds(pages: int, directory: Path) -> list[Row]:
     host memory for half of them.
 
     Python's cyclic garbage collector pauses any thread that allocates, for a time that grows with the number of
-    objects in the process. Only the store's own work is to be measured, so the collector is off in three runs.
-    The shortest of their longest holds is reported, because other programs disturbed that run least. A fourth
-    run, with the collector on, is reported separately.
+    objects in the process. Only the store's own work should be measured, so the collector is off in three runs. Of
+    the longest holds of these runs, the shortest is reported, because other programs disturbed that run least. A
+    fourth run, with the collector on, is reported separately.
     """
     gc.collect()
     gc.disable()
@@ -303,9 +303,9 @@ def lock_holds(pages: int, directory: Path) -> list[Row]:
 
 
 def _longest_holds(pages: int, directory: Path) -> tuple[tuple[float, str], tuple[float, str]]:
-    """Return the longest hold of the lock by CPU time, and the longest by elapsed time.
+    """Return the longest hold of the lock by CPU time, and the longest hold by elapsed time.
 
-    Each is a pair of its length in seconds and the name of the step in which it occurred.
+    Each is a pair: the length in seconds, and the name of the step in which the hold occurred.
     """
     keys = [key for key, _ in synthetic_pages(pages)]
     with _store(pages, max(1, pages // 2), directory) as store:
@@ -348,7 +348,7 @@ _SPEC = PageSpec(
     num_layers=32, page_size=_BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
 )
 _SCHEDULED_TOKENS = 512
-"""Number of blocks that one scheduler step computes, or 8,192 tokens."""
+"""Number of blocks that one scheduler step computes. This is 8,192 tokens."""
 _SCHEDULER_RUNS = 5
 _HIT_GOAL_US = 1.2
 _SETTLED_STEPS = 4
@@ -414,8 +414,8 @@ class _Engine:
     def restore(self) -> tuple[float, float]:
         """Return how long a request takes if all its blocks are in host memory.
 
-        The first value is the time in seconds until the workers' first orders are ready, and the second the time of
-        the whole request.
+        The first value is the time in seconds until the first orders for the workers are ready. The second value is
+        the time of the whole request, in seconds.
         """
         request, first, loaded = self.request(), 0.0, set[str]()
         begin = perf_counter()
@@ -454,7 +454,7 @@ class _Engine:
 def scheduler_rows(blocks: int) -> Sequence[Row]:
     """Measure the connector's time per block in the scheduler, for a request of ``blocks`` blocks.
 
-    It is measured for blocks in the engine's own cache, and for blocks restored from host memory.
+    The time is measured for blocks in vLLM's own cache, and for blocks restored from host memory.
     """
     engine = _Engine(blocks)
     engine.compute()

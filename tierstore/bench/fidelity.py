@@ -3,8 +3,8 @@
 To measure the effect, the model reads the first tokens of a text. Their K and V are encoded and decoded, and
 the model reads the rest of the text with the result. Each next-token distribution is compared with the one
 that the model computes from the exact K and V. The results are the mean Kullback-Leibler divergence, and the
-share of positions with the same most likely token. The floor is the divergence that bfloat16 rounding causes
-without any codec. It is measured by reading the same first tokens in pieces.
+share of positions with the same most likely token. The floor is the divergence that bfloat16 rounding causes without
+a codec. To measure it, the model reads the same first tokens in pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIECE = 256
 """Number of tokens per piece, when the first tokens are read in pieces to measure the floor."""
 
 NAMES = tuple(codecs.LOSS_CLASSES)
-"""Names of the measured codecs: all that exist."""
+"""Names of the measured codecs: all existing codecs."""
 
 _MOST_TIMED = 16
 _ROUNDS = 5
@@ -63,17 +63,17 @@ GOALS = {
     "k8v4": Goal(2.3, 4e-3),
     "int4": Goal(3.2, 1e-2),
 }
-"""Goals of the codecs, for K and V of SmolLM2. Other codecs have none."""
+"""Goals of the codecs, for K and V of SmolLM2. A codec that is not listed has no goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
     """Results of one codec on all texts together.
 
-    Rates are in MB/s (10^6 bytes of uncompressed pages per second), by the CPU time of one core. ``rel_error``
-    is the norm of the errors divided by the norm of the numbers; ``rel_error_k`` and ``rel_error_v`` are the
-    same for K and for V alone. ``kl`` is the mean divergence over all tokens in nats, and ``kl_error`` its
-    standard error over the texts (0 for a single text). ``top1`` is the share of positions with the same most
+    Rates are in MB/s (10^6 bytes of uncompressed pages per second), by the CPU time of one core. ``rel_error`` is
+    the norm of the errors divided by the norm of the values; ``rel_error_k`` and ``rel_error_v`` are the same for K
+    alone and for V alone. ``kl`` is the mean divergence over all tokens in nats, and ``kl_error`` is the standard
+    error of ``kl`` over the texts (0 for a single text). ``top1`` is the share of positions with the same most
     likely token. ``kl``, ``kl_error`` and ``top1`` are None if no model is used.
     """
 
@@ -93,7 +93,7 @@ class CodecRow:
         return asdict(self) | {"ratio": round(self.ratio, 3)}
 
     def meets(self, floor: float | None) -> bool:
-        """Return whether the codec meets its goal. A codec without a goal always does.
+        """Return whether the codec meets its goal. For a codec without a goal, the result is True.
 
         Compression ratios are rounded to three decimals before they are compared. ``floor`` is in nats.
         """
@@ -120,8 +120,8 @@ class Distance(NamedTuple):
 class Case:
     """A text that the model has read with exact K and V.
 
-    ``pages`` contain K and V of the first tokens, and ``after`` the remaining token IDs. ``expected`` contains
-    the log-probabilities that the model computed for the remaining tokens, ``[tokens, vocabulary]``.
+    ``pages`` contains K and V of the first tokens, and ``after`` contains the remaining token IDs. ``expected``
+    contains the log-probabilities that the model computed for the remaining tokens, ``[tokens, vocabulary]``.
     """
 
     spec: PageSpec
@@ -141,7 +141,7 @@ def read(
         reader: The model.
         texts: The texts.
         prefix: Number of tokens whose K and V are encoded, rounded down to whole pages.
-        following: Number of tokens that follow them.
+        following: Number of tokens to read after the prefix.
         page_size: Number of tokens per page.
 
     Raises:
@@ -236,7 +236,7 @@ def _moved(reader: Reader, case: Case, pages: list[Bytes]) -> Distance:
 
 
 class _Both:
-    """Encoder and decoder of one codec. With the codec "none", both copy the page. Not thread-safe."""
+    """Encoder and decoder of one codec. With the codec "none", each copies the page. Not thread-safe."""
 
     def __init__(self, name: str, layout: PageLayout) -> None:
         self._encoder, self._decoder = codecs.encoder(name, layout), codecs.decoder(name, layout)
@@ -262,7 +262,7 @@ class _Both:
 
 
 def _squares(spec: PageSpec, page: Bytes, back: Bytes) -> NDArray[np.float64]:
-    """Return sums over a bfloat16 page, ``[2, 2]``: rows are squared errors and squared numbers, columns K and V."""
+    """Return sums over a bfloat16 page, ``[2, 2]``: rows are squared errors and squared values, columns K and V."""
     numbers, found = _numbers(spec, page), _numbers(spec, back)
     axes = (0, 2, 3, 4)
     return np.stack([np.square(found - numbers).sum(axes), np.square(numbers).sum(axes)])
@@ -290,15 +290,15 @@ def _seconds(pieces: list[Bytes], act: Callable[[Bytes], object]) -> float:
 
 
 def draw(rows: Sequence[CodecRow], floor: float, source: str, file: Path) -> None:
-    """Plot the divergence of each codec against its compression ratio, in the file format given by ``file``'s suffix.
+    """Plot the divergence of each codec against its compression ratio. The suffix of ``file`` sets the file format.
 
-    The divergence axis is logarithmic. Codecs with divergence 0 are drawn at its lower end.
+    The divergence axis is logarithmic. Codecs with divergence 0 are drawn at the lower end of this axis.
 
     Raises:
         OSError: The file cannot be written.
         ValueError: matplotlib does not support the suffix.
     """
-    from matplotlib.figure import Figure  # not pyplot, because it has global state and may need a display
+    from matplotlib.figure import Figure  # not pyplot, which has global state and may need a display
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

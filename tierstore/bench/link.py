@@ -41,7 +41,7 @@ an engine's layer-major pages, through a slab in HBM.
 ALIGNMENT = 4096
 _MOST_PAGES = 4096
 _TRANSFER_NBYTES = 64 << 20
-"""Size of a transfer in bytes, but at least BATCH_PAGES and at most _MOST_PAGES pages."""
+"""Intended size of a transfer in bytes. A transfer has at least BATCH_PAGES and at most _MOST_PAGES pages."""
 _ENGINE_LAYERS = 32
 _PIN_PATIENCE_S = 600.0
 _POLL_S = 50e-6
@@ -104,7 +104,7 @@ class Ceiling:
             self._streams += [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def gbps(self, direction: Direction) -> float:
-        """Copy once, in one direction or in both at once, wait, and return the total rate in GB/s."""
+        """Copy once, in one direction or in both directions at once. Wait, and return the total rate in GB/s."""
         settle(self.device)
         start = perf_counter()
         self.queue(direction)
@@ -180,7 +180,10 @@ class Ends:
         return perf_counter() - start, submitted
 
     def close(self) -> None:
-        """Close the copy engine, waiting up to 600 s for copies in flight. If they have ended, close the arena."""
+        """Close the copy engine, waiting up to 600 s for copies in flight.
+
+        If all of them have ended, close the arena.
+        """
         if self.copies.close(_PIN_PATIENCE_S):
             self.arena.close()
 
@@ -188,8 +191,8 @@ class Ends:
 class Rig(Ends):
     """Memory for ``num_pages`` pages on a device and in host memory, and a copy engine between the two.
 
-    ``storage`` is the device's memory as flat uint8, and ``pages`` the same memory by slot, ``[num_pages, ...]``.
-    ``host_rows`` is the host's memory by slot, uint8 ``[num_pages, page_nbytes]``. ``pieces`` is the number of
+    ``storage`` is the device's memory as flat uint8, and ``pages`` is the same memory by slot, ``[num_pages, ...]``.
+    ``host_rows`` is the host memory by slot, uint8 ``[num_pages, page_nbytes]``. ``pieces`` is the number of
     contiguous pieces of a page in device memory. ``path`` describes how pages are copied.
     """
 
@@ -214,7 +217,7 @@ class Rig(Ends):
         super().__init__(device, arena, copies, self.page_nbytes)
 
     def parts(self) -> list[slice]:
-        """Return the ranges of host pages that were page-locked together. A torch copy must not span two of them."""
+        """Return the ranges of host pages that were page-locked together. A torch copy must not span two ranges."""
         step = max(1, CHUNK_NBYTES // self.page_nbytes)
         return [slice(start, start + step) for start in range(0, self.num_pages, step)]
 
@@ -260,8 +263,8 @@ class Rig(Ends):
 def _spec(piece_nbytes: int, path: Path) -> PageSpec:
     """Return the specification of the pages.
 
-    With the path "slab", a page looks like an engine's: one piece each for K and V of 32 layers. With any
-    other path, a page is a single piece.
+    With the path "slab", a page looks like a page of an engine: it has one piece for K and one for V in each of 32
+    layers. With any other path, a page is a single piece.
     """
     if path == "slab":
         return PageSpec(

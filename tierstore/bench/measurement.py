@@ -1,6 +1,6 @@
 """Parts that the benchmarks share.
 
-These are result rows with goals, best-of-n timing, a description of the machine, and a context manager that
+They include result rows with goals, best-of-n timing, a description of the machine, and a context manager that
 excludes existing objects from garbage collection.
 """
 
@@ -99,8 +99,8 @@ def _processor() -> str:
 def at_rest() -> Iterator[None]:
     """Exclude all existing objects from garbage collection until the block ends.
 
-    Engines do the same after startup. Otherwise, a full collection during a measurement takes 40 to 150 ms. If the
-    process has frozen objects already, all objects stay frozen after the block.
+    Inference engines do the same after startup. Otherwise, a full collection during a measurement takes 40 to 150
+    ms. If the process already has frozen objects, all objects stay frozen after the block.
     """
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()

@@ -1,9 +1,9 @@
 """Benchmark of the NVME tier against the raw disk, and of the stalls that it causes in other threads.
 
 A contender is a way to store pages: the tier, or a raw file. Each run of a contender is paired with a run of
-the raw file just before or after it, and every run uses new files. In a run, one thread writes all pages so
-that they survive a power failure. The pages are dropped from the page cache. Then ``readers`` threads read
-them back, in random order, so that the kernel's read-ahead does not help.
+the raw file just before or after it, and every run uses new files. In a run, one thread first writes all pages so
+that they survive a power failure. The pages are then dropped from the page cache. Finally, ``readers`` threads read
+the pages back, in random order, so that the kernel's read-ahead does not help.
 
 Stalls are the delays of a thread that is due to run every millisecond while the tier works. They arise because
 other threads hold the GIL.
@@ -48,9 +48,9 @@ _PATIENCE_S = 300.0
 class Load(NamedTuple):
     """The work of one run.
 
-    ``pages`` are the pages to write, uint8 ``[pages, page_nbytes]`` in memory aligned for direct I/O. ``order`` is
-    the order in which they are read back. ``batch_pages`` is the number of pages between two syncs of the raw
-    file, and ``readers`` the number of reading threads.
+    ``pages`` contains the pages to write, uint8 ``[pages, page_nbytes]`` in memory aligned for direct I/O. ``order``
+    is the order in which the pages are read back. ``batch_pages`` is the number of pages between two syncs of the
+    raw file, and ``readers`` is the number of reading threads.
     """
 
     pages: Bytes
@@ -70,9 +70,10 @@ def capacity_for(nbytes: int) -> int:
 
 
 class Contender(ABC):
-    """A way to store pages in files. ``write`` and ``read`` are measured.
+    """A way to store pages in files.
 
-    It creates ``folder`` for its files, and nothing else writes there.
+    ``write`` and ``read`` are measured. The contender creates ``folder`` for its files, and nothing else writes
+    there.
     """
 
     def __init__(self, folder: Path, load: Load) -> None:
@@ -82,7 +83,7 @@ class Contender(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Store all pages, and return when they are durable."""
+        """Store all pages, and return once they are durable."""
 
     @abstractmethod
     def read(self, out: Bytes) -> None:
@@ -175,7 +176,7 @@ class TierRecords(Contender):
         self._tier = self._open()
 
     def write(self) -> None:
-        """Store all pages under new keys, and return when they are durable."""
+        """Store all pages under new keys, and return once they are durable."""
         pieces = _pieces(range(len(self.load.pages)))
         for number, piece in enumerate(pieces):
             transfer = self._transfer(number, piece, self._written, Tier.HOST, Tier.NVME)
@@ -295,7 +296,7 @@ OPS = ("write", "read")
 class Run(NamedTuple):
     """Cost of writing or reading all pages of a load.
 
-    ``seconds`` is the elapsed time, ``cpu`` the CPU time of the process in seconds, and ``disk_nbytes`` the
+    ``seconds`` is the elapsed time, ``cpu`` is the CPU time of the process in seconds, and ``disk_nbytes`` is the
     number of bytes that the disk moved (0 if unknown).
     """
 
@@ -308,10 +309,11 @@ class Run(NamedTuple):
 class DiskRow:
     """Results of one contender for one operation and page size. Rates are in GB/s (10^9 bytes/s).
 
-    All values are medians over the rounds. ``gbps`` is the contender's rate, and ``ceiling_gbps`` that of the raw
-    file. ``ratio`` is the median of their pairwise ratios, and ``spread`` the smallest and largest of these.
-    ``disk_per_byte`` is the number of bytes that the disk moved per byte of pages, or 0 if unknown. For reads, a
-    value far below 1 means that pages came from the page cache, and a value far above 1 that the kernel read ahead.
+    All values are medians over the rounds. ``gbps`` is the rate of the contender, and ``ceiling_gbps`` is the rate
+    of the raw file. ``ratio`` is the median of the pairwise ratios of ``gbps`` to ``ceiling_gbps``, and ``spread``
+    contains the smallest and the largest of these ratios. ``disk_per_byte`` is the number of bytes that the disk
+    moved per byte of pages, or 0 if unknown. For reads, a value far below 1 means that pages came from the page
+    cache, and a value far above 1 means that the kernel read ahead.
     """
 
     payload: str
@@ -349,10 +351,12 @@ def disk_rows(
         rounds: Number of pairs of runs per contender.
         readers: Number of threads that read.
         ways: The contenders, from the function of the same name.
-        place: Folder for the files, with free space for more than twice ``nbytes``. They are deleted afterwards.
+        place: Folder for the files, with free space for more than twice ``nbytes``. The files are deleted
+            afterwards.
 
     Raises:
-        OSError: The disk or the tier cannot store or read a page, or a page is read back with wrong bytes.
+        OSError: The disk or the tier cannot store or read a page, or a page that was read back differs from the
+            written one.
     """
     load, out = _load(page_nbytes, nbytes, readers), aligned(max(1, nbytes // page_nbytes), page_nbytes)
     for name, make in ways.items():
@@ -397,9 +401,10 @@ def _load(page_nbytes: int, nbytes: int, readers: int) -> Load:
 
 
 def _pair(make: Make, load: Load, out: Bytes, place: Path, *, raw_first: bool) -> dict[str, tuple[Run, Run]]:
-    """Run the contender and the raw file once each. ``raw_first`` says which of them runs first.
+    """Run the contender and the raw file once each.
 
-    Return the contender's run and the raw file's run, by operation.
+    ``raw_first`` says which of the two runs first. Return, for each operation, the run of the contender and the run
+    of the raw file.
     """
     place.mkdir()
     makers: list[Make] = [RawFile, make] if raw_first else [make, RawFile]
@@ -419,7 +424,7 @@ def _both(make: Make, load: Load, out: Bytes, folder: Path) -> dict[str, Run]:
     finally:
         contender.close()
     if not np.array_equal(out, load.pages):
-        raise OSError(f"{type(contender).__name__}: a page was read back with wrong bytes")
+        raise OSError(f"{type(contender).__name__}: a page that was read back differs from the written one")
     return {"write": write, "read": read}
 
 
@@ -430,7 +435,7 @@ def _timed(counter: str, act: Callable[[], None]) -> Run:
 
 
 def _moved(counter: str) -> int:
-    """Return how many bytes the disks have read or written for this process so far, or 0 if unknown.
+    """Return how many bytes the disks have read or written for this process so far, or 0 if this is unknown.
 
     ``counter`` is a line of ``/proc/self/io``: ``read_bytes`` or ``write_bytes``.
     """

@@ -5,9 +5,9 @@ loads a lease's pages from host memory, one layer group after another. Each laye
 bytes have arrived.
 
 The second measures how much a kernel slows down while pages are copied. One kernel only reads memory, another
-writes as much as it reads. Copied bytes are also read from or written to HBM, so a kernel loses at least the
-share of HBM's bandwidth that the copies use. A contiguous copy alongside the kernel shows the slowdown that
-the device causes; the store causes the rest.
+writes as much as it reads. The copies also read from or write to HBM, so a kernel loses at least the share of HBM
+bandwidth that the copies use. A contiguous copy alongside the kernel shows the slowdown that the device causes; the
+store causes the rest.
 
 Ratios compare adjacent runs. The copied bytes are checked.
 """
@@ -45,11 +45,11 @@ _BLOCK_NBYTES = 1 << 30
 _TRIES = 3
 
 _HEADS_AND_LAYERS = 256
-"""Number of KV heads times number of layers in an 8B model: 8 heads of 128 numbers in each of 32 layers."""
+"""Number of KV heads times number of layers in an 8B model: 8 heads with 128 elements each, in 32 layers."""
 
 
 def pages_of(num_layers: int, page_size: int) -> PageSpec:
-    """Return the specification of pages with ``num_layers`` layers, and with 128 KiB per token as in an 8B model.
+    """Return the specification of pages with ``num_layers`` layers and 128 KiB per token, as in an 8B model.
 
     Raises:
         ConfigError: ``num_layers`` does not divide 256.
@@ -76,9 +76,9 @@ class OverlapRow:
     ``overlap`` is the share of the shorter activity that is hidden: (compute + copy - both) / min(compute, copy).
     ``ideal`` is 1 - 1 / groups, because computing cannot start before the first layer group has arrived.
 
-    ``beside_ms`` is the time of the same computation alongside contiguous copies. The device, not the store, causes
-    its difference from ``compute_ms``. ``reachable`` is the overlap that the store would reach if it caused no
-    further loss.
+    ``beside_ms`` is the time of the same computation alongside contiguous copies. The difference between
+    ``beside_ms`` and ``compute_ms`` is caused by the device, not by the store. ``reachable`` is the overlap that the
+    store would reach if it caused no further loss.
     """
 
     wanted: float
@@ -123,7 +123,7 @@ class _Compute:
             torch.mm(self._matrix, self._matrix, out=self._product)
 
     def require_right(self) -> None:
-        """Reset the sums. Raise RuntimeError if one is wrong, which means that a layer was used before it arrived."""
+        """Reset the sums. Raise RuntimeError if a sum is wrong, which means that a layer was used before it arrived."""
         if not torch.equal(self._sums, self.expected):
             raise RuntimeError("a layer was computed before its bytes had arrived")
         self._sums.zero_()
@@ -150,7 +150,7 @@ class Restore:
         self.compute = _Compute(pages, matrix)
 
     def alone(self) -> float:
-        """Return how long computing takes, in seconds, if all pages are in HBM and nothing is copied."""
+        """Return how long computing takes, in seconds, if all pages are in HBM and no copies run."""
         settle(self._pages.device)
         start = perf_counter()
         for layer in range(self._layers):
@@ -161,12 +161,12 @@ class Restore:
     def fill_up(self, wanted: float) -> None:
         """Set the number of multiplications so that computing takes about ``wanted`` times as long as copying."""
         for _ in range(_TRIES):
-            self.both()  # warms the GPU up: after a pause, it computes faster for a while
+            self.both()  # warms up the GPU, which computes faster for a while after a pause
             _, copying = self.copied()
             self.compute.products = max(1, round(self.compute.products * wanted * copying / self.alone()))
 
     def beside(self, block: Ceiling) -> float:
-        """Return the seconds that computing takes while contiguous copies move 1.2 times the pages' bytes."""
+        """Return how many seconds computing takes during contiguous copies of 1.2 times the size of the pages."""
         settle(self._pages.device)
         start = perf_counter()
         for _ in range(max(1, round(1.2 * self.nbytes / block.nbytes))):
@@ -182,7 +182,7 @@ class Restore:
     def copied(self) -> tuple[float, float]:
         """Copy all pages to HBM without computing.
 
-        Return the time in seconds until the first layer has arrived, and the time until all layers have.
+        Return two times in seconds: until the first layer has arrived, and until all layers have arrived.
         """
         with self._empty() as start, self._store.acquire(self._keys) as lease:
             self._wait(lease, 0)
@@ -214,7 +214,7 @@ class Restore:
 
     @contextmanager
     def _empty(self) -> Iterator[float]:
-        """Evict all pages from HBM and overwrite its memory with zeros. Then yield the start time in seconds."""
+        """Evict all pages from HBM and overwrite their memory with zeros. Then yield the start time in seconds."""
         self._store.evict(self._keys, Tier.HBM)
         self._store.drain(_PATIENCE_S)
         self._pages.zero_()
@@ -298,7 +298,7 @@ def _row(restore: Restore, block: Ceiling, wanted: float, groups: int, pages: in
 
 
 def _filled(store: TierStore, number: int, spec: PageSpec) -> list[PageKey]:
-    """Put random pages into the store, wait until they are in host memory too, and return their keys."""
+    """Put random pages into the store, wait until they are also in host memory, and return their keys."""
     slots = store.allocate(number)
     pages = store.pages
     assert not isinstance(pages, GroupedPages)
@@ -323,10 +323,10 @@ _POLL_S = 50e-6
 class BesideRow:
     """Slowdown of a kernel that runs alongside copies.
 
-    ``kernel`` is "read" or "copy", and ``way`` the name of the method that copies. ``slowdown`` is the median over the
-    pairs; 0.03 means that the kernel takes 3 % longer. ``share`` is the share of the bytes moved in HBM that is due to
-    the copies. ``alone_tbps`` is the rate of the kernel without copies in TB/s, counting the bytes that it reads and
-    those that it writes. ``gbps`` is the rate of the copies in GB/s.
+    ``kernel`` is "read" or "copy", and ``way`` names the method that copies the pages. ``slowdown`` is the median
+    over the pairs; 0.03 means that the kernel takes 3 % longer. ``share`` is the share of all bytes moved in HBM
+    that the copies move. ``alone_tbps`` is the rate of the kernel without copies in TB/s, counting the bytes that
+    the kernel reads and writes. ``gbps`` is the rate of the copies in GB/s.
     """
 
     kernel: str
@@ -346,15 +346,18 @@ class BesideRow:
 class Load(Protocol):
     """Copies that run in the background. Call ``prepare`` first, then ``start`` and ``finish``, repeatedly.
 
-    ``name`` describes the copies, ``piece_nbytes`` is the size of a contiguous piece, and ``nbytes`` the number of
-    bytes copied per ``start``.
+    ``name`` describes the copies, ``piece_nbytes`` is the size of a contiguous piece, and ``nbytes`` is the number
+    of bytes copied per ``start``.
     """
 
     name: str
     piece_nbytes: int
     nbytes: int
     twice: bool
-    """Whether copies in both directions move ``nbytes`` in each. If False, they move ``nbytes`` in total."""
+    """Whether copies in both directions move ``nbytes`` bytes in each direction.
+
+    If False, they move ``nbytes`` in total.
+    """
 
     def prepare(self, direction: Direction) -> None:
         """Do the work that must not be measured."""
@@ -419,7 +422,7 @@ class Copying(Reading):
     def _once(self) -> None:
         torch.bitwise_not(
             self._from, out=self._to
-        )  # not copy_(), because the driver may run that on a copy engine instead of a kernel
+        )  # not copy_(), which the driver may run on a copy engine instead of a kernel
 
 
 class Contiguous:
@@ -448,7 +451,7 @@ class Contiguous:
 
 
 class Pages:
-    """Background copies of scattered pages, as a store makes them. ``path`` is the way in which they are copied."""
+    """Background copies of scattered pages, as in a store. ``path`` says how the pages are copied."""
 
     twice = False
 
@@ -477,7 +480,7 @@ class Pages:
             self.rig.copies.submit(transfer)
 
     def finish(self) -> None:
-        """Wait until the copies have finished. Raises RuntimeError if one failed."""
+        """Wait until the copies have finished. Raises RuntimeError if a copy failed."""
         while self._left:
             for ack in self.rig.copies.poll():
                 if not ack.ok:
@@ -494,7 +497,8 @@ def beside_row(reading: Reading, load: Load, direction: Direction, times: int, p
         load: The copies. They must take longer than ``times`` runs of the kernel.
         direction: The direction of the copies.
         times: Number of runs of the kernel per measurement.
-        pairs: Number of pairs of measurements, one without and one with the copies. A first pair is not counted.
+        pairs: Number of pairs of measurements, each without and with the copies. One additional pair comes first and
+            is not counted.
     """
     load.prepare(direction)
     found = []

@@ -2,9 +2,9 @@
 
 The simulated server prefills one request at a time and decodes many at once. It has three tiers of pages, one
 link from disk to host memory, and one link from host memory to HBM. Page bytes are not simulated.
-``bench prefetch`` prints a row for each trace, utilisation and policy. For a given utilisation, all policies get
-the same arrival times. They are scaled relative to the time in which the policy "on-lookup" serves the trace
-if all requests arrive at once.
+``bench prefetch`` prints a row for each trace, utilisation and policy. For a given utilisation, all policies get the
+same arrival times. These times are scaled relative to the time in which the policy "on-lookup" serves the trace if
+all requests arrive at once.
 
 Requests are served in the order of arrival. The first waiting request starts once the server is idle and a
 decoding slot and enough HBM pages are free. Then the pages of its stored prefix that are not in HBM are loaded,
@@ -45,14 +45,14 @@ _PLAN_PAGES = 1024
 class Ahead:
     """Copies that are made before a request needs the pages, in the order of the latest plan.
 
-    ``brought`` is the number of pages copied ahead, and ``useful`` the number of those that a request used.
+    ``brought`` is the number of pages copied ahead, and ``useful`` is the number of those pages that a request used.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.brought = 0
         self.useful = 0
         self.late = 0
-        """Number of the useful pages that had not arrived in HBM yet when their request started."""
+        """Number of useful pages that had not yet arrived in HBM when their request started."""
         self._memory = memory
         self._reads: deque[PageKey] = deque()
         self._loads: deque[PageKey] = deque()
@@ -128,9 +128,9 @@ class Sizes:
     """Sizes and speeds of the simulated machine.
 
     ``hbm``, ``host`` and ``nvme`` are the capacities of the tiers in pages. ``read_s`` is the time to read a page
-    from NVMe, ``load_s`` the time to load one into HBM, and ``step_s`` the time of a decoding step, all in
-    seconds. ``prefill`` returns the time to compute a number of tokens, not pages. ``block_tokens`` is the number
-    of tokens per page, and ``decode_slots`` the number of requests that can be decoded at once.
+    from NVMe, ``load_s`` the time to load a page into HBM, and ``step_s`` the time of a decoding step, all in
+    seconds. ``prefill`` returns the time to compute a number of tokens, not pages. ``block_tokens`` is the number of
+    tokens per page, and ``decode_slots`` the number of requests that can be decoded at once.
     """
 
     hbm: int
@@ -172,7 +172,7 @@ class Memory:
         self.nvme = _Lru(sizes.nvme)
         self.pinned: Counter[PageKey] = Counter()
         self.kept: set[PageKey] = set()
-        """Pages that copies ahead of need must not displace. A request that starts displaces them last."""
+        """Pages that copies ahead of need must not displace. When a request starts, these pages are displaced last."""
         self._victims: deque[PageKey] = deque()
         self.disk_free = 0.0
         self.link_free = 0.0
@@ -218,7 +218,7 @@ class Memory:
         self._victims = deque(key for key in self.hbm if key not in self.pinned and key not in keys)
 
     def room_ahead(self) -> bool:
-        """Make an HBM slot free for a copy ahead of need. Return False if all pages in HBM are kept or pinned."""
+        """Free an HBM slot for a copy ahead of need. Return False if all pages in HBM are kept or pinned."""
         while self.free <= 0 and self._victims:
             key = self._victims.popleft()
             if key in self.hbm and key not in self.pinned:
@@ -239,8 +239,8 @@ class Memory:
     def store(self, keys: Sequence[PageKey], at: float) -> None:
         """Add the pages of a request, loaded or computed by time ``at``, to HBM and all tiers below.
 
-        They become the most recently used pages. The first page of the sequence becomes the most recent one, so
-        the end of the sequence is evicted first.
+        The pages become the most recently used pages. The first page of the sequence becomes the most recent of
+        them, so the end of the sequence is evicted first.
         """
         for key in reversed(keys):
             self.hbm[key] = min(at, self.hbm.get(key, at))
@@ -250,7 +250,7 @@ class Memory:
 
 
 class Sessions:
-    """Recognizes the sessions that requests belong to, from their pages alone, and predicts the next turns."""
+    """Recognizes, from pages alone, which session each request belongs to, and predicts the next turns."""
 
     def __init__(self) -> None:
         self._last: dict[PageKey, int] = {}
@@ -262,7 +262,7 @@ class Sessions:
 
         ``at`` is the request's time of arrival in seconds.
         """
-        # Many sessions start with the same first page, such as a system prompt, so it is not used.
+        # Many sessions start with the same first page, for example a system prompt, so this page is not used.
         session = next((self._last.pop(k) for k in reversed(request.keys[1:]) if k in self._last), None)
         if session is None:
             session = len(self._ends)
@@ -301,7 +301,7 @@ class Outcome:
     """
 
     stalls: list[float] = field(default_factory=list)
-    """For each request, by how much its prefill took longer than it would have with all stored pages in HBM."""
+    """For each request, how much longer its prefill took than it would have taken with all stored pages in HBM."""
     ttfts: list[float] = field(default_factory=list)
     causes: dict[str, float] = field(default_factory=dict)
     """Sum of the stalls, by the name of the slowest tier that a late page of the request came from."""
@@ -425,9 +425,10 @@ class Server:
     def _arrivals(
         self, keys: Sequence[PageKey], tiers: Sequence[Tier], start: float
     ) -> tuple[list[float], list[float]]:
-        """Return when each page would arrive in HBM and when in host memory, if all loads were queued at ``start``.
+        """Return two lists with the times at which each page would arrive in HBM and in host memory.
 
-        For a page that is in HBM already, the time in host memory is ``start``.
+        The loads are assumed to be queued at ``start``. For a page that is already in HBM, the time in host memory
+        is ``start``.
         """
         memory, sizes = self._memory, self._sizes
         link, disk = max(start, memory.link_free), max(start, memory.disk_free)
@@ -506,7 +507,7 @@ class Server:
 
 
 def _few(wants: Iterator[Want], pages: int) -> list[Want]:
-    """Return the first wants, at most ``AHEAD``: those that fit into ``pages`` HBM pages together, and one more."""
+    """Return the first wants, at most ``AHEAD``: those that together fit into ``pages`` HBM pages, and one more."""
     found: list[Want] = []
     for want in wants:
         found.append(want)
@@ -534,7 +535,7 @@ PREFILL = Compute(2.28e-5, 4.33e-10)
 class Capacities:
     """Capacity of each tier in bytes, rate of each link in bytes/s, and size of a token's K and V in bytes.
 
-    ``nvme_bytes_per_s`` is the rate of reads from disk, ``link_bytes_per_s`` that of loads into HBM.
+    ``nvme_bytes_per_s`` is the rate of reads from disk, and ``link_bytes_per_s`` is the rate of loads into HBM.
     """
 
     hbm: int
@@ -574,11 +575,11 @@ class PrefetchRow:
 
     A stall is the time by which a prefill takes longer than it would with all stored pages in HBM.
     ``utilisation`` says how fast requests arrive. It is the time to serve the whole trace with the policy
-    "on-lookup" if all requests arrive at once, divided by the time over which they arrive.
-    ``prefill_share`` is the share of the time in which the server prefills. ``brought_pages`` is the number of
-    pages loaded ahead of need. ``wasted`` is the share of these that no request used, and ``late`` the share that
-    had not arrived when their request started. ``stall_by_source`` is the sum of the stalls, by the slowest tier
-    that a late page came from.
+    "on-lookup" if all requests arrive at once, divided by the time over which the requests arrive. ``prefill_share``
+    is the share of the time in which the server prefills. ``brought_pages`` is the number of pages loaded ahead of
+    need. ``wasted`` is the share of these pages that no request used, and ``late`` is the share that had not arrived
+    when their request started. ``stall_by_source`` is the sum of the stalls, by the slowest tier that a late page
+    came from.
     """
 
     trace: str

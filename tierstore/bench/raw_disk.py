@@ -38,7 +38,7 @@ def aligned(rows: int, nbytes: int) -> Bytes:
 def small_pages(rows: int, nbytes: int) -> Bytes:
     """Return memory, uint8 ``[rows, nbytes]``, that consists of 4 KiB pages, as in most programs.
 
-    Every one of these pages has been touched, so page faults do not disturb measurements.
+    All these pages have been touched, so page faults do not disturb measurements.
     """
     memory = np.frombuffer(mmap.mmap(-1, rows * nbytes), dtype=np.uint8)
     memory[:: mmap.PAGESIZE] = 1
@@ -56,7 +56,7 @@ def forget(path: Path) -> None:
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
-    """Create a file and open it for direct I/O, or for ordinary I/O if the file system does not support that.
+    """Create a file and open it for direct I/O, or for ordinary I/O if the file system does not support direct I/O.
 
     Return the file descriptor and whether it uses direct I/O.
     """
@@ -89,7 +89,7 @@ class RawDisk:
     """
 
     def __init__(self, path: Path, nbytes: int, piece_nbytes: int, readers: int) -> None:
-        """Create the file, and return when its bytes are durable.
+        """Create the file, and return once its bytes are durable.
 
         Args:
             path: The path of the file. It must not exist.

@@ -1,9 +1,9 @@
 """Benchmark of the CPU's share of a restore, without a GPU: the real store and copy engine on a simulated device.
 
-One thread acquires a lease on pages in host memory, waits for it layer by layer, and releases it. The pages
-have the shape of an 8B model's. The streams, events and driver of the simulated device take as long as a link
-with ``LINK_RATE``, but move no bytes. All code above the driver's calls is real. The measured times do not
-include driver calls and Triton launches; these are counted instead.
+One thread acquires a lease on pages in host memory, waits for it layer by layer, and releases it. The pages have the
+shape of an 8B model's pages. The streams, events and driver of the simulated device take as long as a link with
+``LINK_RATE``, but move no bytes. All code above the driver's calls is real. The measured times do not include driver
+calls and Triton launches; these are counted instead.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ class PaperEvent:
         sleep(max(0.0, self.at - perf_counter()))
 
     def elapsed_time(self, end: PaperEvent) -> float:
-        """Return the time in milliseconds from the completion of this event to that of ``end``."""
+        """Return the time in milliseconds from the completion of this event to the completion of ``end``."""
         return (end.at - self.at) * 1e3
 
 
 class PaperDriver:
     """A simulated driver with a link of ``rate`` bytes/s. The rate may be changed.
 
-    ``calls`` counts the calls to ``copy``, and ``pieces`` the pieces that they copied. A call itself takes no
-    time; the copies keep their stream busy.
+    ``calls`` counts the calls to ``copy``, and ``pieces`` counts the pieces copied by these calls. A call itself
+    takes no time; the copies keep their stream busy.
     """
 
     def __init__(self, rate: float) -> None:
@@ -153,7 +153,7 @@ class PaperCard:
 
 
 class PaperHost:
-    """Simulated host slots: they have addresses but no memory. All of them count as page-locked."""
+    """Simulated host slots, which have addresses but no memory. All of them count as page-locked."""
 
     pinning = False
 
@@ -167,7 +167,7 @@ class PaperHost:
 
 
 class PaperPool:
-    """Simulated HBM slots: they have numbers but no memory."""
+    """Simulated HBM slots, which have slot numbers but no memory."""
 
     def __init__(self, num_slots: int, page_nbytes: int) -> None:
         self.num_slots = num_slots
@@ -175,9 +175,9 @@ class PaperPool:
 
 
 class NoThreads:
-    """Stand-in for the engine that would copy from and to memory that is not page-locked.
+    """Stand-in for the engine that copies to and from memory that is not page-locked.
 
-    It never has work, because all simulated memory counts as page-locked.
+    This engine never has work, because all simulated memory counts as page-locked.
     """
 
     polled = False
@@ -228,8 +228,8 @@ class Shape:
 class Stopwatch:
     """Measures the CPU time of the thread that created it, separately for each named part of the work.
 
-    ``seconds`` contains the CPU time of each part. If one watched method calls another, the time of the inner
-    one counts only towards the inner one's part.
+    ``seconds`` contains the CPU time of each part. If one watched method calls another, the time of the inner method
+    counts only towards the part of the inner method.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Stopwatch:
         self._thread = get_ident()
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """Replace a method of ``owner`` with a wrapper that adds its calls and CPU time to ``part``."""
+        """Replace a method of ``owner`` with a wrapper that adds the method's calls and CPU time to ``part``."""
         act = getattr(owner, method)
 
         def timed(*given: Any, **named: Any) -> Any:
@@ -269,8 +269,8 @@ class Restored:
     """Times and counters of one restore.
 
     ``acquired_ms``, ``first_layer_ms`` and ``whole_ms`` are the times from the call to ``acquire`` until it
-    returned, until the first layer had arrived, and until all layers had. ``link_ms`` is how long the link alone
-    needs for the bytes. ``parts`` is the CPU time per page in microseconds, by part of the work.
+    returned, until the first layer had arrived, and until all layers had arrived. ``link_ms`` is how long the link
+    alone needs for the bytes. ``parts`` is the CPU time per page in microseconds, by part of the work.
     """
 
     acquired_ms: float

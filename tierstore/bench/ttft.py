@@ -1,7 +1,7 @@
 """Benchmark of the time to first token after a long stored prefix, compared with a floor and with recomputing.
 
-A real model class with random weights answers through the transformers adapter. The floor is the shortest
-possible time. Which resource sets it depends on where the pages are:
+A real model class with random weights answers through the transformers adapter. The floor is the shortest possible
+time. The resource that sets the floor depends on where the pages are:
 
 - Link: the time to copy the pages' bytes at the rate of one contiguous copy from page-locked memory.
 - Disk: the time to read the records' bytes at the rate at which the raw disk reads pieces of the same size.
@@ -86,7 +86,7 @@ class Sizes:
         return self.hidden // self.heads
 
     def chunk_nbytes(self, tokens: int) -> int:
-        """Return a high estimate of the memory that computing ``tokens`` tokens at once takes, in bytes.
+        """Return a high estimate, in bytes, of the memory needed to compute ``tokens`` tokens at once.
 
         The estimate is eight times the input of a layer plus four times its feed-forward activations, in
         bfloat16. Weights and pages are not included.
@@ -112,9 +112,9 @@ SHAPES = {
 class Answered(NamedTuple):
     """One answer.
 
-    ``seconds`` is the time from the call to ``acquire`` to the first token, and ``request_seconds`` the time from
+    ``seconds`` is the time from the call to ``acquire`` to the first token, and ``request_seconds`` is the time from
     the creation of ``TierStoreCache`` to the first token. ``token`` is the first token. ``reused`` is the number of
-    reused tokens, and ``tiers`` the tiers in which they were found.
+    reused tokens, and ``tiers`` contains the tiers in which these tokens were found.
     """
 
     seconds: float
@@ -141,7 +141,7 @@ class ClockedStore(TierStore):
         exact: bool = False,
         wait_for_room_s: float = 0.0,
     ) -> Lease:
-        """Record the time, unless a time is recorded already, and acquire pages. See ``TierStore.acquire``."""
+        """Record the time, unless a time is already recorded, and acquire pages. See ``TierStore.acquire``."""
         if self.asked_at is None:
             self.asked_at = perf_counter()
         return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
@@ -150,7 +150,7 @@ class ClockedStore(TierStore):
 def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
     """Create a Llama model with random bfloat16 weights on ``device``, for up to ``longest`` tokens.
 
-    Every call creates the same weights on the same kind of device.
+    On the same kind of device, every call creates the same weights.
     """
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
@@ -177,7 +177,7 @@ def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:
 class Rig:
     """A store that contains the pages of a prompt's prefix.
 
-    Their K and V are random numbers, which take as long to restore as real ones.
+    K and V are random values, which take as long to restore as real K and V.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Rig:
     ) -> None:
         """Put the first ``num_pages`` full pages of ``prompt``, ``[1, tokens]``, into the store.
 
-        Return once they have been saved to all tiers.
+        Return once the pages have been saved to all tiers.
         """
         self.store, self.model, self._prompt = store, model, prompt
         self.keys = store.keys(prompt[0].tolist())
@@ -224,7 +224,7 @@ class Rig:
             )
 
     def answer(self) -> Answered:
-        """Generate the first token of an answer greedily, and measure how long that takes.
+        """Generate the first token of an answer greedily, and measure how long this takes.
 
         Raises:
             RuntimeError: Not all pages of the prefix were reused.
@@ -279,7 +279,7 @@ class Rig:
             want = self._first.float()
             error = float((first - want).norm() / want.norm())
             if not lossy and not torch.equal(self._summed(lease.slots), self._sums):
-                raise RuntimeError("restored pages have wrong bytes")
+                raise RuntimeError("restored pages differ from the pages that were put")
         if error > (_MOST_LOSS if lossy else 0.0):
             raise RuntimeError(
                 f"the first restored page has a relative error of {error:.3g}, which is too large"
@@ -327,9 +327,9 @@ def rig(
 
 
 CHUNKS = (65536, 16384)
-"""Numbers of tokens to compute at a time when no page is reused.
+"""Numbers of tokens to compute at a time if no page is reused.
 
-The first number is used if the device has enough memory for it.
+The first number is used if the device has enough memory for that many tokens.
 """
 
 
@@ -407,7 +407,7 @@ Floor = Literal["link", "disk", "compute", "none"]
 
 _CONTIGUOUS = 1 << 30
 _HELD = 0.6
-"""Capacity of host memory with a codec, as a share of the capacity without one. Includes a reserve."""
+"""Capacity of host memory with a codec, as a share of the capacity without a codec. Includes a reserve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,7 +437,7 @@ class TtftRow:
     floor: Floor
     floor_ms: float
     each_floor_ms: tuple[float, ...] = ()
-    """Floor of each round in milliseconds. Only rows for NVME have one per round; see ``Bench.disk_row``."""
+    """Floor of each round in milliseconds. Only rows for NVME have a floor per round; see ``Bench.disk_row``."""
     ratio: float
     ceiling_gbps: float
     same_token: bool
@@ -507,14 +507,14 @@ class Bench:
     def disk_row(self, codec: str, prefix: int, place: Path, readers: int) -> TtftRow:
         """Return the row for pages on NVMe.
 
-        A raw file is read before each round and after the last one. The floor of a round is the mean of the
-        reads before and after it, because a disk's speed changes over time. ``ratio`` is the median of the
-        rounds' ratios.
+        A raw file is read before each round and after the last one. The floor of a round is the mean time of the
+        reads before and after it, because a disk's speed changes over time. ``ratio`` is the median of the ratios of
+        all rounds.
 
         Args:
-            codec: The value of ``nvme.codec``. With a lossy codec, pages in host memory are encoded too.
+            codec: The value of ``nvme.codec``. With a lossy codec, pages in host memory are encoded as well.
             prefix: Length of the prefix in tokens.
-            place: Directory for the store and the raw file. It is created, and removed at the end.
+            place: Directory for the store and the raw file. It is created here, and removed at the end.
             readers: Number of threads that read.
         """
         place.mkdir()

@@ -34,7 +34,7 @@ from tierstore.store import TierStore
 from tierstore.types import Tier
 
 NEAR_TIE = 1e-4
-"""Largest difference between the two highest logits at which float32 rounding may decide which token is chosen."""
+"""Maximum difference between the two highest logits for which float32 rounding may decide which token is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StoredAnswer:
         tier: The slowest tier that reused pages came from, or None if no page was reused.
         exact: False if a stored page of the prompt went through a lossy codec, or was computed from such a page.
         stored_tokens: Number of prompt tokens whose pages were in the store.
-        missing_because: Why fewer tokens were reused than stored. See ``TierStoreCache.missing_because``.
+        missing_because: Why fewer tokens were reused than were stored. See ``TierStoreCache.missing_because``.
     """
 
     tokens: list[int]
@@ -78,17 +78,17 @@ class StoredAnswer:
 class FirstToken(BaseStreamer):
     """A streamer that records when ``generate`` produces the first token of the answer.
 
-    ``at`` is that time on the clock of ``time.perf_counter``. ``generate`` calls ``put`` with the prompt first, so
-    the second call brings the first token.
+    ``at`` is that time on the clock of ``time.perf_counter``. ``generate`` first calls ``put`` with the prompt, so
+    the second call delivers the first token.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.at: float | None = None
         self.used_s = time.process_time()
-        """CPU time of the process in seconds: from the creation of this object to the first token.
+        """CPU time of the process, in seconds, from the creation of this object to the first token.
 
-        Before the first token, it is the process's CPU time when this object was created.
+        Before the first token, this is the total CPU time of the process when the object was created.
         """
 
     def put(self, value: torch.Tensor) -> None:

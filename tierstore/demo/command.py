@@ -1,6 +1,6 @@
 """The ``demo`` command, as a function that ``tierstore.cli.app`` registers with typer.
 
-This module does not import torch or transformers until the command runs, so that the command line starts quickly.
+This module imports torch and transformers only when the command runs, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 WIDE = 150
-"""Width of the output in characters if it does not go to a terminal."""
+"""Width of the output, in characters, if it is not written to a terminal."""
 
 
 def demo(

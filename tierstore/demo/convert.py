@@ -1,7 +1,7 @@
 """Converts a model from a GGUF file to a folder with safetensors.
 
-Run it as ``python -m tierstore.demo.convert GGUF OUT NAME``. It runs in a process of its own, because it needs
-gigabytes of memory, which are freed when the process ends. It prints one line per stage and does not use the
+Run it as ``python -m tierstore.demo.convert GGUF OUT NAME``. It runs in a separate process, because it needs
+gigabytes of memory, which are freed when that process ends. It prints one line per stage and does not use the
 network.
 """
 

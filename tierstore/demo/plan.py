@@ -1,6 +1,6 @@
 """The plan of the demonstration: documents, questions and their order, and the sizes of the tiers.
 
-HBM and host memory together are too small for all documents. A plan is plain data. The first process passes it to
+HBM and host memory together are too small for all documents. A plan is plain data, which the first process passes to
 the second as JSON, together with the answers of plain transformers.
 """
 
@@ -48,7 +48,7 @@ class Settings:
     hbm_documents: int = 1
     """Number of documents, each with a question and its answer, that fit into HBM."""
     threads: int | None = None
-    """Number of threads that an operation on the CPU uses. None means the number of free cores."""
+    """Number of threads per CPU operation. None means the number of free cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Plan:
     plain: dict[int, PlainAnswer] = field(default_factory=dict)
     """Answers of plain transformers, by index of the question. The first process adds them."""
     threads: int | None = None
-    """Number of threads that an operation on the CPU uses. None means torch's default."""
+    """Number of threads per CPU operation. None means torch's default."""
     adapts: bool = False
-    """Whether the first process reduces the number of threads when it finds that they wait for cores."""
+    """Whether the first process reduces the number of threads when it finds that threads wait for cores."""
 
     def save(self, path: Path) -> None:
         """Write the plan to a JSON file."""
@@ -98,7 +98,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Number of pages in all documents together, and numbers of pages that fit into HBM and into host memory."""
+    """The total number of pages in all documents, and the numbers of pages that fit into HBM and into host memory."""
 
     documents: int
     hbm: int
@@ -122,7 +122,7 @@ def make_questions(session: Session, documents: Sequence[Document], count: int) 
 def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[list[int]]:
     """Return, for each document, the token IDs that all prompts about it start with.
 
-    ``questions`` are grouped by document, ``per_document`` each.
+    ``questions`` are grouped by document, with ``per_document`` questions for each.
     """
     prefixes = []
     for start in range(0, len(questions), per_document):
@@ -138,10 +138,10 @@ def shared_prefixes(questions: Sequence[Question], per_document: int) -> list[li
 def mixed_order(num_documents: int, per_document: int) -> list[int]:
     """Return the order in which to ask the questions, as indices, so that all tiers have hits.
 
-    With one question per document, documents are asked about in the reverse order of ingestion. With two, the
-    second question follows the first at once for every other document; for the rest, it comes after a question
-    about the next document. With three or more, the second question follows the first at once, while the document
-    is in HBM. Later questions come after questions about later documents.
+    With one question per document, the order of the documents is the reverse of the order of ingestion. With two,
+    the second question directly follows the first for every other document; for the remaining documents, it comes
+    after a question about the next document. With three or more, the second question directly follows the first,
+    while the document is in HBM. Later questions come after questions about later documents.
     """
     if per_document == 1:
         return list(reversed(range(num_documents)))
@@ -158,9 +158,9 @@ def tier_sizes(
 ) -> Sizes:
     """Choose the sizes of HBM and host memory.
 
-    HBM has space for ``settings.hbm_documents`` requests, and host memory is up to three times as large. If there
-    are many documents, the two tiers together are too small for all of them. If there are so few that all fit
-    (``Sizes.fit``), HBM is no larger than necessary.
+    HBM has space for ``settings.hbm_documents`` requests, and host memory is up to three times as large as HBM. If
+    there are many documents, the two tiers together are too small for all of them. If there are so few documents
+    that all fit (``Sizes.fit``), HBM is no larger than necessary.
     """
     page = settings.page_size
     total = sum(len(ids) // page for ids in documents)
@@ -173,7 +173,7 @@ def tier_sizes(
 def tiers_asked(order: Sequence[int], documents: Sequence[int], sizes: Sizes) -> frozenset[Tier]:
     """Return the tiers in which at least one question is certain to find its document's pages.
 
-    The result assumes LRU eviction, and host memory that also contains copies of the pages in HBM.
+    The result assumes LRU eviction. It also assumes that host memory contains copies of the pages in HBM.
 
     Args:
         order: Indices of the questions, in the order in which they are asked. The indices are grouped by document.
@@ -198,7 +198,7 @@ def tiers_asked(order: Sequence[int], documents: Sequence[int], sizes: Sizes) ->
 
 
 _MORE = 2
-"""Minimum number of pages that the questions and answers about a document take, besides the document's pages."""
+"""Minimum number of pages for the questions and answers about a document, besides the pages of the document itself."""
 
 
 def store_config(
@@ -207,8 +207,8 @@ def store_config(
     """Return the configuration of the store.
 
     The disk has space for the documents, the rest of every prompt and all answers, with a reserve. Host memory has
-    space for ``sizes.host`` pages, whatever its codec. With a fixed number of bytes, a compact codec would make
-    all pages fit there, and none would come from disk.
+    space for ``sizes.host`` pages, whatever the codec. If the size of host memory in bytes were fixed, a compact
+    codec would make all pages fit into host memory, and no page would come from disk.
     """
     page_nbytes, held = spec.page_nbytes, HostFormat.of(settings.host_codec, PageLayout.of(spec))
     pages = 2 * (sizes.documents + 4 * num_questions) + 16

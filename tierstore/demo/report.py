@@ -26,14 +26,15 @@ FIGURES = {
     "equal": 8,
 }
 LONG = 1000
-"""Restores of at least this many tokens from NVMe must be faster than computing the tokens."""
+"""Restoring at least this many tokens from NVMe must be faster than computing them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A claim that the demonstration tests.
 
-    ``held`` is True if the claim holds. It is None if the given options do not allow a test.
+    ``held`` is True if the claim holds, False if it does not, and None if it cannot be tested with the given
+    options.
     """
 
     text: str
@@ -122,8 +123,9 @@ def _hits_before(outcome: Outcome, found: dict[str, int]) -> Iterator[Claim]:
 def agreement(rows: Sequence[Row]) -> dict[str, int]:
     """Count how far answers from inexact pages agree with those of plain transformers.
 
-    Return, by name, how many such answers there are, how many are equal to those of plain transformers, how many
-    tokens all of them have together, and how many of these tokens come before the first difference in their answer.
+    Return four counts by name: ``answers``, the number of such answers; ``equal``, the number of them that are equal
+    to those of plain transformers; ``tokens``, the total number of their tokens; and ``agreeing``, the number of
+    these tokens that come before the first difference in an answer.
     """
     inexact = [row for row in rows if not row.exact]
     return {
@@ -209,7 +211,7 @@ def computed_again(rows: Sequence[Row]) -> Iterator[str]:
 def remembered(outcome: Outcome) -> list[str]:
     """Return the summary.
 
-    It says how much was reused, how much sooner answers began, and how many answers equal those of plain
+    The summary says how much was reused, how much sooner answers began, and how many answers equal those of plain
     transformers.
     """
     rows = outcome.rows
@@ -232,7 +234,7 @@ def remembered(outcome: Outcome) -> list[str]:
 
 
 def in_turn(found: InTurn) -> str:
-    """Describe the results of asking about one document after another with hints."""
+    """Describe the results of asking about one document after another, with hints."""
     read, loaded = (f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (found.read_bytes, found.loaded_bytes))
     return (
         f"One question about each document, hinted while the previous one was answered: {found.waiting} of "
@@ -248,7 +250,10 @@ def _span(seconds: Sequence[float]) -> str:
 
 
 def _table(title: str, rows: Sequence[Row], width: int) -> Table:
-    """Return a table of ``width`` characters. Numbers are shown in full, and texts are cut to the remaining width."""
+    """Return a table that is ``width`` characters wide.
+
+    Numbers are shown in full, and texts are cut to the remaining width.
+    """
     table = Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -278,7 +283,7 @@ def _over_exact(outcome: Outcome) -> str:
 
 
 def _compare(console: Console, outcome: Outcome) -> None:
-    """Print each answer from inexact pages below that of plain transformers, and how far the two agree."""
+    """Print each answer from inexact pages below that of plain transformers, with the number of tokens that agree."""
     inexact = [row for row in outcome.rows if not row.exact]
     for row in inexact:
         console.print(

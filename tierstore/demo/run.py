@@ -1,9 +1,9 @@
 """Runs the demonstration in two processes.
 
-The first process asks each question with and without the store, and closes the store. The second process opens
-it again, when only the disk has pages, and asks all questions again. Every answer is compared with that of plain
-transformers. At the end, the second process asks one question about each document in turn, like a batch job.
-While one question is answered, a hint announces the next document.
+The first process asks each question with and without the store, and closes the store. The second process reopens the
+store, whose pages are then only on disk, and asks all questions again. Every answer is compared with that of plain
+transformers. At the end, the second process asks one question about each document in turn, like a batch job. While
+one question is answered, a hint announces the next document.
 
 ``python -m tierstore.demo.run PLAN FOUND`` runs the second process.
 """
@@ -48,9 +48,9 @@ class InTurn:
     ``pages``, ``waiting`` and ``ttft_s`` do not include the first document, because no hint could precede it.
 
     Attributes:
-        pages: Number of the prompts' pages that were in the store when the question was asked.
+        pages: Number of prompt pages that were in the store when their question was asked.
         waiting: Number of these pages that were in HBM or host memory.
-        ttft_s: Time to first token of each question, in seconds.
+        ttft_s: Time to first token for each question, in seconds.
         read_bytes: Number of bytes that the prefetcher read from disk to host memory.
         loaded_bytes: Number of bytes that the prefetcher loaded into HBM.
         other: Number of answers from exact pages that differ from those of plain transformers, except at near-ties.
@@ -125,14 +125,14 @@ class Row:
         after_restart: Whether the second process asked the question.
         answer: The answer with the store.
         verdict: Comparison of the answer with that of plain transformers. See ``answers.differs``.
-        measured_again: Number of times that both times to first token were measured again, because a restore
-            from NVMe seemed slower than plain transformers.
+        measured_again: How often both times to first token were measured again because a restore from NVMe seemed
+            slower than plain transformers.
         exact: Whether the answer was computed from exact pages only. See ``StoredAnswer``.
         plain_answer: The answer of plain transformers.
         tokens: Number of tokens in ``plain_answer``.
         agreeing: Number of tokens before the first one that differs between the two answers.
         lost_tokens: Number of prompt tokens that were computed although they were in the store.
-        why: The reason for ``lost_tokens``. Empty if there are none.
+        why: The reason why stored tokens were computed again. Empty if ``lost_tokens`` is 0.
     """
 
     document: str
@@ -244,8 +244,9 @@ def measured(
     """Return the times to first token with and without the store.
 
     If a restore from NVMe seems slower than plain transformers, both times are measured again, up to three times.
-    The plain run may have been minutes ago, and other programs may have slowed down the machine since. A restore
-    that is really slower remains slower. Nothing is measured again if more than half of the prompt was computed.
+    The plain run may have been minutes ago, and other programs may have slowed down the machine since then. A
+    restore that is really slower stays slower when it is measured again. Nothing is measured again if more than half
+    of the prompt was computed.
     """
     times = Times(answer.ttft_s, plain.ttft_s, 0)
     if 2 * answer.reused_tokens < len(ids):
@@ -311,7 +312,7 @@ class Outcome:
 
     @property
     def lossy(self) -> str:
-        """Return the codec that makes answers inexact: that of host memory or, if it is "none", that of the disk."""
+        """Return the codec that makes answers inexact: that of host memory or, if that is "none", that of the disk."""
         return self.codec if self.host_codec == "none" else self.host_codec
 
 
@@ -325,8 +326,8 @@ def run_demo(
         settings: Sizes and options.
         say: Called with progress messages.
         paths: The user's text files and folders. If empty, texts of this machine are used.
-        place: Folder in which a temporary folder for the disk tier is created. It is removed at the end. None
-            means the system's default.
+        place: Folder in which a temporary folder for the disk tier is created. It is removed at the end. None means
+            the system's default.
 
     Raises:
         DocumentError: Not enough long texts were found.

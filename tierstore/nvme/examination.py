@@ -36,8 +36,8 @@ class Examination(NamedTuple):
 def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     """Check the environment in ``directory`` without changing it. No process may write to it meanwhile.
 
-    A missing or empty data.mdb has no fault and no records. Another format version counts as a fault, and the
-    environment is then not read. A check that takes longer than ``timeout_s`` seconds also counts as a fault.
+    If data.mdb is missing or empty, there is no fault, and the number of records is 0. Another format version is a
+    fault; the environment is then not read. A check that takes longer than ``timeout_s`` seconds is a fault as well.
 
     Raises:
         ConfigError: The child process cannot be started or fails before it reads the environment.
@@ -58,7 +58,7 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
 
 
 def fault_of_length(data: Path) -> str | None:
-    """Return why LMDB must not map the data file, judging by its meta pages and its length, or None if it may."""
+    """Return why LMDB must not map the data file, or None if LMDB may map it. Checks the meta pages and the length."""
     end, length = _end_of_last_page(data), data.stat().st_size
     if end is None:
         return "its meta pages cannot be read"
@@ -70,7 +70,7 @@ def fault_of_length(data: Path) -> str | None:
 
 
 def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:
-    """Walk the environment's trees in a child process, because reading a damaged file can crash the process.
+    """Walk the environment's trees in a child process, because reading a damaged file can crash a process.
 
     Raises:
         ConfigError: The child process cannot be started or fails before it reads the environment.

@@ -2,14 +2,14 @@
 
 A slot is taken before it is written, and freed once no committed entry refers to it. A slot that readers have
 pinned is freed at the last unpin. Allocation is best fit (segregated fit; Wilson et al., "Dynamic Storage
-Allocation", 1995): a slot is cut from the front of the shortest free run that is long enough, the lowest one if
-several are equally short. Freed runs are merged with their neighbours. Records of a few different lengths
-therefore reuse each other's holes. Block numbers include the file number (file << 32 | block), so no run
-extends over two files.
+Allocation", 1995): a slot is cut from the front of the shortest free run that is long enough. Of several runs of
+that length, the one at the lowest block is used. Freed runs are merged with their neighbours. Records can therefore
+reuse holes that records of other lengths have left. Block numbers include the file number (file << 32 | block), so a
+free run never extends over two files.
 
-If lengths differ, in particular after a change of codec, every free run may be too short. ``moves`` then
-plans which records to move into holes that fit them. The records are taken from the emptiest windows, which are
-ranges of consecutive blocks. Records of equal length never need this.
+If records differ in length, in particular after a change of codec, every free run may be too short. ``moves`` then
+plans which records to move into holes that fit them. It selects the records in the emptiest windows, which are
+ranges of consecutive blocks. If all records have the same length, no moves are needed.
 
 All methods of ``Slots`` are thread-safe.
 """
@@ -35,7 +35,7 @@ from tierstore.errors import IntegrityError
 class FreeRuns:
     """Free runs of blocks. Runs of at least ``longest`` blocks (the longest slot) are treated as equally long.
 
-    ``take`` and ``give`` take amortized O(log n) time for n runs.
+    With n runs, ``take`` and ``give`` run in amortized O(log n) time.
     """
 
     def __init__(self, longest: int) -> None:
@@ -49,7 +49,7 @@ class FreeRuns:
         """Total number of free blocks."""
 
     def take(self, blocks: int) -> int | None:
-        """Take ``blocks`` consecutive blocks and return the first, or None if no run is long enough."""
+        """Take ``blocks`` consecutive blocks. Return the first one, or None if no run is long enough."""
         for length in self._known[bisect_left(self._known, blocks) :]:
             first = self._lowest(length)
             if first is not None:
@@ -74,7 +74,7 @@ class FreeRuns:
         """Take all free blocks among the ``blocks`` blocks that start at ``first``.
 
         Returns:
-            The first block and length of each piece.
+            The (first block, length) of each run of blocks taken.
         """
         end, taken = first + blocks, []
         for start, length in sorted(self._lengths.items()):
@@ -130,7 +130,7 @@ class FreeRuns:
 
 
 class Place(NamedTuple):
-    """A slot: the number of its extent file (from 1), its first block there, and its length in blocks."""
+    """A slot: the number of its extent file (from 1), its first block in that file, and its length in blocks."""
 
     extent: int
     block: int
@@ -178,7 +178,7 @@ class Slots:
     def add_extent(self, number: int, blocks: int, used: Sequence[tuple[int, int]] = ()) -> None:
         """Add an extent file of ``blocks`` blocks.
 
-        All its blocks are free except those in ``used``, ranges (first block, length) in ascending order.
+        All its blocks are free except the ranges in ``used``, given as (first block, length) in ascending order.
 
         Raises:
             IntegrityError: A used range lies outside the file or overlaps the next one.
@@ -208,7 +208,7 @@ class Slots:
                 del self._extents[number]
 
     def has(self, place: Place) -> bool:
-        """Return whether these blocks exist, used or not."""
+        """Return whether the slot's blocks exist, whether or not they are in use."""
         return 0 < place.blocks <= self._extents.get(place.extent, 0) - place.block
 
     def take(self, blocks: int) -> Place | None:
@@ -291,7 +291,7 @@ def sorted_by_extent(
         blocks: Length of each slot in blocks.
 
     Returns:
-        For each file number, (first block in the file, length) of its slots in ascending order.
+        A mapping from the number of each file to its slots, as (first block in the file, length) in ascending order.
     """
     order = np.argsort(firsts, kind="stable")
     firsts, blocks = firsts[order], blocks[order]
@@ -328,12 +328,12 @@ def moves(
 ) -> Iterator[list[Move]]:
     """Plan moves of records that free up to ``count`` runs of ``need`` blocks.
 
-    The new slots are already taken. The caller must either commit entries that refer to them, or free them.
+    The new slots are taken by this function. The caller must either commit entries that refer to them, or free them.
     Until the context exits, no record is placed in the ranges that the moves empty.
 
     Args:
         slots: Allocator of the slots.
-        extents: Length in blocks and the records of each extent file, by number.
+        extents: For each file number, the file's length in blocks and its records.
         need: Length of each run to free, in blocks.
         count: Maximum number of runs to free.
     """
@@ -353,7 +353,7 @@ def moves(
 
 
 def _targets(slots: Slots, records: Sequence[Place]) -> list[Move]:
-    """Take a new slot for every record. If there are too few free slots, take none and return []."""
+    """Take a new slot for every record. If there are too few free slots, take no slot and return []."""
     planned: list[Move] = []
     for old in records:
         new = slots.take(old.blocks)

@@ -2,9 +2,9 @@
 
 ``ExtentFiles`` are preallocated files of 4 KiB blocks, accessed with O_DIRECT where the disk supports it.
 ``Sealer`` prepares records in aligned memory on its own threads while the previous chunk is being written.
-These threads do no I/O, so they never hang. ``ExtentRecords`` makes bytes durable before an entry refers to
-them, and reuses a slot only after the removal of its entry is committed. It also shrinks files to a lower
-capacity and merges holes. ``ExtentBytes`` reads slots, and pins each slot during the read.
+These threads do no I/O, so they cannot hang on the disk. ``ExtentRecords`` makes bytes durable before an entry
+refers to them, and reuses a slot only after the removal of its entry is committed. It also shrinks the files when
+the capacity is lowered, and merges holes. ``ExtentBytes`` reads slots, and pins each slot during the read.
 
 Only the writer's thread, or the thread that opens the tier, may change anything. Reading is thread-safe.
 """
@@ -62,7 +62,7 @@ class ExtentFiles:
     """All extent files of a directory, kept open. With ``direct``, they are accessed with O_DIRECT."""
 
     def __init__(self, directory: Path, *, direct: bool, writable: bool = True) -> None:
-        """Open the files. Raises OSError if one cannot be opened, and then leaves none of them open."""
+        """Open the files. If one of them cannot be opened, close the others and raise OSError."""
         self._directory = directory
         self._direct = direct
         self._has_new = False  # whether there are files whose names may not be durable yet
@@ -131,8 +131,8 @@ class ExtentFiles:
     def read(self, place: Place, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Read a slot's payload into ``out`` and return its head, a view of ``scratch``.
 
-        Reads directly into ``out`` if its alignment allows it, else via ``scratch`` if that is aligned and
-        large enough, else via a temporary buffer.
+        Reads directly into ``out`` if the alignment of ``out`` allows this. Otherwise reads via ``scratch`` if that
+        is aligned and large enough, or else via a temporary buffer.
 
         Args:
             place: The slot to read.
@@ -140,7 +140,7 @@ class ExtentFiles:
             scratch: Flat uint8 array of at least one block, for the head.
 
         Raises:
-            IntegrityError: The file is missing or truncated, or the slot does not begin with a record.
+            IntegrityError: The file is missing or truncated, or the slot does not start with a record.
             OSError: The slot cannot be read.
         """
         fd = self._fds.get(place.extent)
@@ -152,7 +152,7 @@ class ExtentFiles:
             got = os.preadv(fd, [scratch[:BLOCK].data, out.data], place.block * BLOCK)
             _require(got, out.nbytes)
         if scratch[:_HEAD_AT].tobytes() != PREFIX:
-            raise IntegrityError("the slot does not begin with a record")
+            raise IntegrityError("the slot does not start with a record")
         return scratch[_HEAD_AT:BLOCK]
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class ExtentFiles:
 
 
 def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
-    """Divide ``places`` into ranges of adjacent slots that one call can write. Yield each as (first, end)."""
+    """Divide ``places`` into ranges of adjacent slots that one call can write. Yield each range as (first, end)."""
     first = 0
     for end in range(1, len(places) + 1):
         before = places[end - 1]
@@ -296,14 +296,14 @@ class Sealed(NamedTuple):
 
 
 class Sealer:
-    """Encoder of pages as records that are ready to be written. Only the writer's thread may call it."""
+    """Turns pages into records that are ready to be written. Only the writer's thread may call it."""
 
     def __init__(self, sizing: Sizing, *, fingerprint: bytes, coding: Coding) -> None:
         self._sizing = sizing
         self._fingerprint = fingerprint
         self._coding = coding
         self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if coding.changes else 1
-        self._idle: list[PageEncoder] = []  # an encoder serves one share at a time, on any thread
+        self._idle: list[PageEncoder] = []  # an encoder works on one share at a time, on any thread
         self._step = max(self._threads, _CHUNK_NBYTES // sizing.slot_nbytes)
         rows = 2 * self._step  # one chunk is written while the next is sealed
         self._heads = aligned(rows * BLOCK).reshape(rows, BLOCK)
@@ -387,7 +387,7 @@ class Sealer:
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return a page's payload without and with the padding that fills its slot.
 
-        Both are the page itself if it needs neither encoding nor padding nor alignment.
+        If the page needs no encoding, padding or alignment, both are the page itself.
         """
         body = self._bodies[row]
         length = None if encoder is None else encoder.encode(page, body[: page.nbytes])
@@ -438,7 +438,7 @@ class ExtentRecords:
         """Store records in ``files``, which the caller must close.
 
         Raises:
-            IntegrityError: The slot of an entry lies outside its file or overlaps another, or the file is
+            IntegrityError: The slot of an entry lies outside its file or overlaps another slot, or the file is
                 missing.
         """
         self._entries = entries
@@ -448,15 +448,15 @@ class ExtentRecords:
         self._longest = sizing.slot_nbytes // BLOCK
         self._slots = _slots_of(files, self._longest, entries.locations())
         self._sealer = Sealer(sizing, fingerprint=fingerprint, coding=coding)
-        self._generations = itertools.count(secrets.randbits(62))  # no two openings share a generation
+        self._generations = itertools.count(secrets.randbits(62))  # differ from those of every other open
         self._arriving: dict[PageKey, set[Place]] = {}
-        """Slots written for the open or the next transaction, by key.
+        """For each key, the slots written for the open transaction or, if none is open, for the next one.
 
         ``_leaving`` contains the slots that the same transaction frees.
         """
         self._leaving: dict[PageKey, set[Place]] = {}
         self._doubts: dict[PageKey, set[Place]] = {}
-        """Slots that an entry may still refer to after a failed commit, by key.
+        """For each key, the slots that its entry may still refer to after a failed commit.
 
         The next committed change of the entry frees them.
         """
@@ -504,13 +504,13 @@ class ExtentRecords:
         try:
             entry = unpack(key, old)
         except IntegrityError:
-            return  # damaged from outside; its slot stays used until the next open
+            return  # damaged by another program; its slot stays in use until the next open
         place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
         if self._slots.has(place):
             places.add(place)
 
     def erased(self, txn: lmdb.Transaction[memoryview], key: PageKey) -> None:
-        """Do nothing: ``replaced`` has noted the slot, which ``settle`` frees."""
+        """Do nothing: ``replaced`` has recorded the slot, and ``settle`` frees it."""
 
     def settle(self) -> None:
         for key, places in self._leaving.items():
@@ -568,8 +568,8 @@ class ExtentRecords:
 
         Return whether any record was moved.
 
-        Moving joins the holes between records. It takes time proportional to the number of records. Errors of the
-        disk and the catalogue are raised unchanged, and every record is then still where its entry says.
+        Moving records joins the holes between them. It takes time proportional to the number of records. Errors from
+        the disk and the catalogue are raised unchanged; every record is then still where its entry says.
         """
         columns = list(self._entries.locations())
         if not columns:
@@ -607,7 +607,7 @@ class ExtentRecords:
         self._files.write([place for place, _ in placed], [parts for _, parts in placed])
 
     def _take(self, blocks: int) -> Place | None:
-        """Take a slot, in a new file if no existing file has one. Return None if the capacity is used up.
+        """Take a slot, if necessary in a new file. Return None if the capacity is used up.
 
         Raises:
             OSError: The disk has no space for a new file.
@@ -628,13 +628,13 @@ def _places(written: Sequence[Written | None]) -> list[Place]:
 def _slots_of(
     files: ExtentFiles, longest: int, entries: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
 ) -> Slots:
-    """Return the slots of ``files``. Those named by ``entries`` are marked as used.
+    """Return the slots of ``files``, with those that ``entries`` refer to marked as used.
 
     Args:
         entries: Chunks of the catalogue's LOCATION and NBYTES fields.
 
     Raises:
-        IntegrityError: A slot lies outside its file or overlaps another, or the file is missing.
+        IntegrityError: A slot lies outside its file or overlaps another slot, or the file is missing.
     """
     empty = np.empty(0, dtype=np.uint64)
     chunks = [(empty, empty), *entries]

@@ -1,4 +1,4 @@
-"""The operations behind the commands ``inspect``, ``verify`` and ``purge`` on a home directory. They need no model."""
+"""The operations behind the commands ``inspect``, ``verify`` and ``purge`` for a home directory. No model is needed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tierstore.nvme.reader import RecordReader
 from tierstore.types import PageKey
 
 Progress = Callable[[str, int, int], None]
-"""Callback that takes a sub-directory's name, the number of records checked there so far, and their total number."""
+"""Callback with three arguments: a sub-directory's name, the number of its records checked so far, and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
     """Description of one sub-directory.
 
-    ``damaged`` is True if the sub-directory was set aside as damaged. ``records`` and ``fault`` are None if
-    the sub-directory is in use or was set aside, because it is then not checked. ``fault`` is also None if
-    the check found no damage. ``in_use_by`` is the PID of the process that holds the lock, 0 if the PID is
-    unknown, or None if nobody holds it.
+    ``damaged`` is True if the sub-directory was set aside as damaged. ``records`` and ``fault`` are None if the
+    sub-directory was not checked because it is in use or was set aside. ``fault`` is also None if the check found no
+    damage. ``in_use_by`` is the PID of the process that holds the lock, 0 if the PID is unknown, or None if nobody
+    holds it.
     """
 
     name: str
@@ -76,7 +76,7 @@ class PurgeReport:
     """Result of ``purge``.
 
     ``removed`` lists the names of the deleted sub-directories, and ``freed_nbytes`` is the disk space that they
-    took. ``kept`` maps the name of each other selected sub-directory to the reason why it was kept.
+    occupied. ``kept`` maps the name of each other selected sub-directory to the reason why it was kept.
     """
 
     removed: tuple[str, ...]

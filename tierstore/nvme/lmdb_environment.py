@@ -1,9 +1,9 @@
 """An LMDB environment that can be closed and reopened while other threads read it.
 
 After a failed write of a meta page, LMDB refuses all later transactions of the process (MDB_PANIC), even if
-the disk recovers. Only reopening the environment clears this state. Closing it during a transaction is
-undefined behaviour, so transactions pass through a gate: ``reopen`` blocks new ones and waits for those in
-progress, which are short.
+the disk recovers. Only reopening the environment clears this state. Closing the environment during a transaction is
+undefined behaviour. Transactions therefore pass through a gate: ``reopen`` blocks new transactions and waits for
+those in progress, which are short.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Environment:
     def entry(self, key: bytes) -> bytes | None:
         """Return the current catalogue entry of a key, or None.
 
-        Avoids a ``Use`` object, because every page read calls it.
+        For speed, this creates no ``Use`` object: every page read calls it.
         """
         env = self.enter()
         try:
@@ -125,8 +125,8 @@ class Environment:
         Raises:
             TimeoutError: A transaction in progress did not finish within ``timeout_s`` seconds. The environment
                 stays open.
-            lmdb.Error: The environment cannot be opened now. Until a later call succeeds, it stays closed and
-                transactions fail with lmdb.PanicError.
+            lmdb.Error: The environment cannot be opened now. Until a later call succeeds, the environment stays
+                closed and transactions fail with lmdb.PanicError.
             OSError: As for lmdb.Error.
         """
         deadline = time.monotonic() + timeout_s
@@ -149,7 +149,7 @@ class Environment:
             self._open_gate.set()
 
     def note_commit(self) -> None:
-        """Note the ID of the last committed transaction. Call this inside the gate, after a commit.
+        """Record the ID of the last committed transaction. Call this inside the gate, after a commit.
 
         ``reopen`` fails if the file no longer contains this transaction.
         """
@@ -177,11 +177,11 @@ class Environment:
         return env
 
     def leave(self) -> None:
-        """Leave the gate that ``enter`` passed."""
+        """Undo ``enter``, so that ``reopen`` no longer waits for this caller."""
         self._inside.pop()
 
     def _take(self, env: lmdb.Environment, *, create: bool = False) -> None:
-        """Use ``env`` from now on. If it has lost commits or lacks a tree, close it and raise."""
+        """Use ``env`` from now on. If ``env`` has lost commits or lacks a tree, close it and raise an exception."""
         try:
             env.reader_check()
             found = int(env.info()["last_txnid"])
@@ -195,7 +195,7 @@ class Environment:
             if env.flags()["readonly"]:
                 trees = [env.open_db(name, create=False) for name in names]
             else:
-                with env.begin(write=True) as txn:  # all trees or none, even if the process is killed
+                with env.begin(write=True) as txn:  # creates all trees or none, even if the process is killed
                     trees = [env.open_db(name, txn, create=create) for name in names]
             self.catalogue, self.pages, self.meta = trees
         except BaseException:
@@ -214,7 +214,7 @@ class Environment:
 
 
 class Use(Generic[_AnyBytes]):
-    """Context manager that passes the environment's gate and runs a transaction.
+    """Context manager that enters the environment's gate and runs a transaction.
 
     It is a class, not a generator, for speed: page reads create many of them.
     """

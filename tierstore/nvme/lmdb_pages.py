@@ -1,9 +1,9 @@
 """Storage of page records in LMDB, as values that are copied into and out of LMDB's map.
 
-Only public calls of py-lmdb are used. A page is copied within the one short transaction that looks it up, so
-its entry and record belong together, and no memoryview of LMDB leaves a method. LMDB does not reuse a freed
-LMDB page that an open transaction may still read. If read transactions keep the map full for this reason, the
-writer keeps its batch and waits for them (see ``writer``).
+Only public calls of py-lmdb are used. Each page is copied within the short transaction that looks it up. Its entry
+and record therefore belong together, and no method returns a memoryview of LMDB. LMDB does not reuse a freed LMDB
+page while an open transaction may still read it. If read transactions keep the map full for this reason, the writer
+keeps its batch and waits for them (see ``writer``).
 
 Mapped pages are read by page faults. A disk that cannot deliver a block causes SIGBUS, and a disk that hangs
 blocks the thread within its transaction. Extent files have neither problem (docs/guarantees.md).
@@ -50,7 +50,7 @@ class InlineBytes:
             entry = unpack(key, raw)
             place, payload = memory_for(entry, out, scratch, held)
             self._copy(txn, key, payload, scratch)
-            place[payload.nbytes :] = 0  # as in extent files, whose records are padded with zeros
+            place[payload.nbytes :] = 0  # as in extent files, where records are padded with zeros
         return Fetched(payload, raw, entry.generation)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class InlineRecords:
         self._record = np.empty(record_format.record_nbytes(page_nbytes), dtype=np.uint8)
         self._generations = itertools.count(
             1 + secrets.randbits(62)
-        )  # no two openings share a generation; never 0
+        )  # differs from that of every other open; never 0
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
         return [Written()] * len(pages)

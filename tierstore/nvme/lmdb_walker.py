@@ -10,14 +10,14 @@ starts. Exit code 0 means that no LMDB page has two owners, that every catalogue
 page stored in LMDB has a catalogue record, and that every extent slot that a catalogue record names exists and
 belongs to no other record. Any other exit code, or a signal, means that the directory must not be opened.
 
-LMDB trusts its file. A wrong page number in the free list or in a node, or a node with a wrong length, makes
-a later commit end in SIGABRT, SIGBUS or SIGSEGV, or overwrite a live tree. This module assigns each LMDB page
-to the tree, value or free list that refers to it. A page with two owners, or with a type that does not match
-its owner, is damage. Pages without an owner are harmless, and LMDB leaves some behind. For a large value in
-the tree of KV pages, only the header of its first LMDB page is read, because LMDB takes the number of pages to
-free from this header. These headers are requested in batches.
+LMDB trusts its file. If the free list or a node contains a wrong page number, or a node has a wrong length, a later
+commit ends in SIGABRT, SIGBUS or SIGSEGV, or overwrites a live tree. This module assigns each LMDB page to the tree,
+value or free list that refers to it. A page with two owners, or with a type that does not match its owner, is
+damage. Pages without an owner are harmless; LMDB itself leaves some behind. For a large value in the tree of KV
+pages, only the header of its first LMDB page is read, because LMDB takes the number of pages to free from this
+header. These headers are requested in batches.
 
-The module imports neither numpy nor lmdb, so that the child starts fast. It supports the layout of LMDB 0.9
+The module imports neither numpy nor lmdb, so that the child process starts fast. It supports the layout of LMDB 0.9
 on 64-bit little-endian machines.
 """
 
@@ -60,7 +60,7 @@ _META = struct.Struct(f"<IIQQ{TREE_NBYTES}s{TREE_NBYTES}sQQ")
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = tuple(1 << power for power in range(9, 17))
-_GAP = 4  # gaps of up to this many LMDB pages are read along with the wanted ones
+_GAP = 4  # gaps of up to this many LMDB pages between wanted pages are read, too
 _MAX_DEPTH = 16
 
 
@@ -89,7 +89,7 @@ class Tree(NamedTuple):
 class Meta(NamedTuple):
     """The newer of LMDB's two meta pages.
 
-    ``block`` is the size of an LMDB page, and ``end`` is the file offset at which the last one ends. ``main``
+    ``block`` is the size of an LMDB page, and ``end`` is the file offset at which the last LMDB page ends. ``main``
     and ``free`` are the encoded ``Tree`` records of the tree of trees, which contains all named trees, and of the
     free list.
     """
@@ -102,7 +102,7 @@ class Meta(NamedTuple):
 
 
 def read_meta(fd: int) -> Meta | None:
-    """Return the newer of the two meta pages, or None if either is invalid or cannot be read."""
+    """Return the newer of the two meta pages, or None if one of them is invalid or cannot be read."""
     start = HEADER.size
     first = os.pread(fd, start + _META.size, 0)
     if len(first) < start + _META.size:
@@ -124,8 +124,8 @@ def read_meta(fd: int) -> Meta | None:
 def prefetch(fd: int, names: Iterable[bytes]) -> int:
     """Ask the kernel to read the LMDB pages of the named trees ahead. Return the number of pages requested.
 
-    A walk through an uncached file would otherwise wait for one LMDB page at a time. Requested together, the
-    pages are read at the disk's full throughput.
+    A walk through an uncached file would otherwise wait for one LMDB page after another. If the pages are requested
+    together, they are read at the disk's full throughput.
     """
     meta = read_meta(fd)
     if meta is None:
@@ -152,7 +152,7 @@ def _prefetch_tree(fd: int, meta: Meta, tree: Tree) -> int:
 def _will_need(fd: int, block: int, pages: list[int]) -> None:
     """Ask the kernel to read these LMDB pages ahead.
 
-    They must be in ascending order; nearby ones share a request.
+    The numbers must be in ascending order; nearby pages share a request.
     """
     if not pages:
         return
@@ -169,7 +169,7 @@ def _children(fd: int, block: int, number: int) -> Iterator[int]:
 
 
 def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the name and encoded tree of each node of a leaf. TierStore's few names fit on one LMDB page."""
+    """Yield the name and the encoded tree of each node of a leaf. The few names in use fit on one LMDB page."""
     raw = os.pread(fd, block, number * block) if number < 1 << 40 else b""
     for offset, _, _, _, length in _nodes(raw):
         name = raw[offset + NODE.size : offset + NODE.size + length]
@@ -179,7 +179,7 @@ def _named_trees(fd: int, block: int, number: int) -> Iterator[tuple[bytes, byte
 
 
 def _nodes(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the offset and the four fields of each node of an LMDB page, except nodes beyond its end."""
+    """Yield the offset and the four fields of each node of an LMDB page. Skip nodes beyond the end of the page."""
     if len(raw) < HEADER.size:
         return
     lower = HEADER.unpack_from(raw)[3]
@@ -207,7 +207,7 @@ class Damaged(Exception):
 
 
 class Value(NamedTuple):
-    """A value in a tree. ``page`` is the first LMDB page of a value that has pages of its own, else 0."""
+    """A value in a tree. ``page`` is the first of the overflow pages that contain the value, or 0 if it has none."""
 
     key: bytes
     nbytes: int
@@ -235,11 +235,11 @@ class _Part(NamedTuple):
 class PageCount:
     """A check that every LMDB page in a file's newest transaction has at most one owner. Not thread-safe.
 
-    To account for an LMDB page means to mark it as owned. If a page is owned already, the file is damaged.
+    To account for an LMDB page means to mark it as owned. If a page already has an owner, the file is damaged.
 
     Each item that a method yields or returns has been checked individually. The file as a whole is sound only
-    once all trees and the free list have been walked. Every method raises Damaged if it finds damage, and
-    OSError if the file cannot be read.
+    once all trees and the free list have been walked. All methods raise Damaged if they find damage, and OSError if
+    the file cannot be read.
     """
 
     def __init__(self, fd: int, meta: Meta) -> None:
@@ -270,7 +270,7 @@ class PageCount:
             self._take_free(raw)
 
     def small(self, tree: Tree, name: str) -> None:
-        """Account for the LMDB pages of a tree and its values. Raises Damaged if a value is itself a tree."""
+        """Account for the LMDB pages of a tree and of its values. Raises Damaged if a value is itself a tree."""
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
                 raise Damaged(
@@ -278,9 +278,9 @@ class PageCount:
                 )
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
-        """Yield key + value of each record in key order.
+        """Yield the key of each record, followed by the value, as one bytes object. Records come in key order.
 
-        Keys have KEY_NBYTES bytes, values ENTRY_NBYTES bytes.
+        A key has KEY_NBYTES bytes, and a value has ENTRY_NBYTES bytes.
         """
         count = 0
         for part in self._leaves(tree, name):
@@ -327,7 +327,7 @@ class PageCount:
         _check_count(count, tree, name)
 
     def _large(self, raw: bytes, at: int, nbytes: int, name: str) -> bytes:
-        """Return a value that has LMDB pages of its own. The first page's number starts at ``raw[at]``."""
+        """Return a value that is stored in overflow pages. The number of the first one is at ``raw[at]``."""
         first = int.from_bytes(raw[at : at + 8], "little")
         self._take_value(first, nbytes, name)
         value = os.pread(self._fd, nbytes, first * self._block + HEADER.size)
@@ -336,9 +336,10 @@ class PageCount:
         return value
 
     def _take_value(self, first: int, nbytes: int, name: str) -> None:
-        """Account for all LMDB pages of a large value. Its header contains their number.
+        """Account for all overflow pages of a large value.
 
-        There may be more pages than the value needs, because LMDB shortens values in place.
+        The first page's header contains the number of pages. The value may have more pages than it needs, because
+        LMDB shortens values in place.
         """
         self._take(first, self._length(nbytes), name)
         header = os.pread(self._fd, HEADER.size, first * self._block)
@@ -347,12 +348,14 @@ class PageCount:
         own, _, flags, lower, upper = HEADER.unpack(header)
         more = (lower | upper << 16) - self._length(nbytes)
         if own != first or flags != _OVERFLOW or more < 0:
-            raise Damaged(f"page {first} of the {name} does not begin a large value of {exact_size(nbytes)}")
+            raise Damaged(
+                f"page {first} of the {name} is not the first overflow page of a value of {exact_size(nbytes)}"
+            )
         if more:
             self._take(first + self._length(nbytes), more, name)
 
     def _length(self, nbytes: int) -> int:
-        """Return the number of LMDB pages that a large value of ``nbytes`` needs."""
+        """Return the number of overflow pages that a large value of ``nbytes`` bytes needs."""
         return -(-(HEADER.size + nbytes) // self._block)
 
     def _take_free(self, raw: bytes) -> None:
@@ -394,19 +397,19 @@ class PageCount:
             yield part
 
     def _children(self, part: _Part, name: str) -> list[_Part]:
-        """Return the children of a branch. LMDB does not use the first key of a branch."""
+        """Return the children of a branch. The first key of a branch is ignored, as in LMDB."""
         self._take(part.page, 1, name)
         nodes, _ = self._nodes(part.page, _BRANCH, name)
         keys = [part.low, *(_turned(node.key, name) for node in nodes[1:])]
         _check_order(keys, part, name)
         highs = [*keys[1:], part.high]
-        if len(nodes) < 2 and name != _FREE:  # LMDB leaves such branches while it deletes from the free list
+        if len(nodes) < 2 and name != _FREE:  # deleting from the free list can leave such branches
             raise Damaged(f"page {part.page} of the {name} has only one child")
         pages = (node.nbytes | node.flags << 32 for node in nodes)
         return [_Part(*each) for each in zip(pages, keys, highs, strict=True)]
 
     def _leaf(self, part: _Part, name: str) -> Iterator[tuple[bytes, int, int, int, bytes]]:
-        """Yield the key, length, flags and offset of each value of a leaf, and the bytes of the leaf."""
+        """Yield (key, length, flags, offset, bytes of the leaf) for each value of a leaf."""
         nodes, raw = self._nodes(part.page, _LEAF, name)
         keys = [_turned(node.key, name) for node in nodes]
         _check_order(keys, part, name)
@@ -433,7 +436,7 @@ class PageCount:
         return nodes, raw
 
     def _read(self, number: int, kind: int, name: str) -> tuple[bytes, tuple[int, ...], int]:
-        """Return the bytes of an LMDB page, the offsets of its nodes in key order, and the lowest offset."""
+        """Return the bytes of an LMDB page, the offsets of its nodes in key order, and the lowest of these offsets."""
         raw = os.pread(self._fd, self._block, number * self._block)
         if len(raw) < self._block:
             raise Damaged(f"page {number} of the {name} is truncated")
@@ -511,7 +514,7 @@ def _walk(fd: int, directory: Path, payload: str) -> int:
 
 
 def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """Verify the checksum of each catalogue record, and yield its key and entry."""
+    """Verify the checksum of each catalogue record, and yield the record's key and entry."""
     digest = xxh3_64_digest  # runs a million times: avoid attribute look-ups
     for record in records:
         if digest(record[:_SUMMED]) != record[_SUMMED:]:
@@ -520,7 +523,7 @@ def _intact(records: Iterator[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 class _Values:
-    """The KV pages that LMDB stores as values, in key order. Call ``of`` with ascending keys."""
+    """The KV pages that LMDB stores as values, in key order. Call ``of`` with keys in ascending order."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._values = values
@@ -546,7 +549,7 @@ class _Values:
 
 
 def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> None:
-    """Check the length of each large value, and its first LMDB page if the entry names one."""
+    """Check the length of each large value, and the number of its first LMDB page if the entry contains one."""
     for key, raw in records:
         if any(raw[LOCATION]):
             raise Damaged(f"catalogue record of {key.hex()} names an extent file, but the tier has none")
@@ -576,7 +579,7 @@ def _check_slots(records: Iterator[tuple[bytes, bytes]], directory: Path) -> Non
 def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
     """Check that these ranges of blocks exist and do not overlap.
 
-    A range is (first, end), where a block is given as ``extent << 32 | block``.
+    A range is (first, end). Both are block numbers in the form ``extent << 32 | block``.
     """
     spans.sort()
     ends = {number: (number << 32) + nbytes // _BLOCK for number, nbytes in extent_sizes(directory).items()}
@@ -595,8 +598,8 @@ def _check_apart(spans: list[tuple[int, int]], directory: Path) -> None:
 def main() -> int:
     """Print the number of records and return 0, or print the fault to stderr and return another exit code.
 
-    The caller treats a failure after the first line of stdout as damage to the directory, and an earlier one as
-    a fault of this program.
+    The caller attributes a failure after the first line on stdout to damage in the directory, and an earlier failure
+    to this program.
     """
     sys.stdout.write("walking\n")
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Conversion of pages to the payloads of records and back.
 
-Host memory contains pages unchanged or encoded (``host.codec``). Pages that are encoded in memory are written
-to disk as they are, or with their codes (the quantized numbers) compressed. Encoders and decoders are not
-thread-safe, so each thread creates its own.
+Host memory contains pages unchanged or encoded (``host.codec``). Pages that are encoded in memory are written to
+disk as they are, or with their codes (the quantized values) compressed. Encoders and decoders are not thread-safe,
+so each thread creates its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnfitError(IntegrityError):
 
 
 def allowed_over(held: str) -> tuple[str, ...]:
-    """Return the values of nvme.codec that are allowed if memory holds pages encoded with ``held``.
+    """Return the allowed values of nvme.codec if pages in memory are encoded with ``held``.
 
     "none" writes pages as they are in memory.
     """
@@ -67,7 +67,7 @@ class Coding:
 
     @property
     def on_disk(self) -> str:
-        """Codec of the records, except for pages that the codec does not make smaller."""
+        """Codec of the records. Pages that this codec does not make smaller are stored without it."""
         return self.held if self.name == "none" else self.name
 
     @property
@@ -77,7 +77,7 @@ class Coding:
 
     @property
     def plain(self) -> Codec:
-        """Codec that the head names if the record's payload is the page exactly as it is in memory."""
+        """Codec in the head of a record whose payload is the page exactly as it is in memory."""
         return CODECS[self.held]
 
     def raw_nbytes(self, payload: Bytes) -> int:
@@ -123,7 +123,8 @@ class Decoders:
         """Fill ``out`` from the payload of a verified record.
 
         ``out`` is a page or, if host memory contains encoded pages, the view of a slot. A payload in the format of
-        host memory must already be at the start of ``out``. If this raises, the content of ``out`` is undefined.
+        host memory must already be at the start of ``out``. If an exception is raised, the content of ``out`` is
+        undefined.
 
         Raises:
             IntegrityError: The payload is not a page of this length, or its codec has no decoder.

@@ -4,9 +4,9 @@
     OPEN       no read is attempted until a pause is over
     PROBING    one read is attempted; it closes the breaker, or opens it again for twice as long
 
-This is the circuit breaker of M. Nygard, "Release It!". The class reads no clock: the caller passes the time. Each read
-keeps the ticket with which it was admitted. If the breaker has opened since then, a failure of the read is
-ignored, because it says little about the present; a success shows that the disk answers again.
+This is the circuit breaker of M. Nygard, "Release It!". The class reads no clock: the caller passes the time. Each
+read keeps the ticket with which it was admitted. If the breaker has opened since then, a failure of the read is
+ignored, because it says little about the current state of the disk; a success shows that the disk answers again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 
 LIMIT = 5
-"""Number of failures in a row that opens the breaker."""
+"""Number of consecutive failures that opens the breaker."""
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0

@@ -31,7 +31,8 @@ class Refusal:
     def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
         """Enter the read-only state, or double the pause before the next attempt.
 
-        Logs a warning, but only once until ``forget`` is called. Until then, writes fail with ``failure``.
+        Logs one warning until ``forget`` is called. Until ``end`` or ``forget`` is called, writes fail with
+        ``failure``.
         """
         if not self._told:
             _log.warning("the NVMe tier is read-only until the disk accepts writes again: %s", error)
@@ -45,7 +46,7 @@ class Refusal:
         self.active = False
 
     def forget(self) -> None:
-        """Leave the read-only state and reset the pause, because pages were written: the disk has recovered."""
+        """Leave the read-only state and reset the pause. Call this once pages were written: the disk has recovered."""
         if self._told:
             _log.info("the NVMe tier accepts writes again")
         self.active = self._told = False

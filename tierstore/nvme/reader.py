@@ -1,14 +1,14 @@
 """Readers of page records, which verify every byte.
 
-``RecordReader`` reads one record on any thread. ``Readers`` are the tier's threads. Together they take pages
-from the oldest transfer, and verify each page before it counts as read. A read that exceeds ``timeout_s`` is
-late. Its page gets a separate ack, so that the rest of the transfer need not wait for it. Its thread and slot
-stay occupied until the read finishes. While the disk hangs, or after several reads in a row have failed, reads
-are not attempted (see ``read_breaker``).
+``RecordReader`` reads one record on any thread. ``Readers`` are the threads of the tier. They take pages from the
+oldest transfer, and verify each page before it counts as read. A read that exceeds ``timeout_s`` is late. The late
+page gets a separate ack, so that the rest of the transfer need not wait for it. The thread and the slot stay
+occupied until the read finishes. While the disk hangs, or after several consecutive reads have failed, no reads are
+attempted (see ``read_breaker``).
 
-``Checkers`` verify and decode pages while the readers fetch the next ones. Verifying a page's checksum takes
-a tenth of the time in which a fast disk delivers the page. If the reader threads verified pages as well, the
-disk would have fewer reads in flight meanwhile. ``Lender`` reads records for archives, without decoding them.
+``Checkers`` verify and decode pages while the readers fetch the next ones. Verifying the checksum of a page takes a
+tenth of the time in which a fast disk delivers the page. If the reader threads also verified pages, fewer reads
+would be in flight during that time. ``Lender`` reads records for archives, without decoding them.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class RecordReader:
     def fetch(self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]) -> Fetched:
         """Read the record of ``key``: the head into ``scratch``, and the payload into ``out``.
 
-        A payload whose format differs from that of host memory is read into ``scratch``. Nothing is verified. If
-        the record is replaced or moved during the read, the key is looked up again. An error other than
-        KeyError therefore concerns the record that the catalogue names now.
+        A payload whose format differs from that of host memory is read into ``scratch``. Nothing is verified. If the
+        record is replaced or moved during the read, the key is looked up again. Errors other than KeyError therefore
+        refer to the record that the catalogue names now.
 
         Args:
             key: Key of the page.
             out: Memory for the page. The caller must not use it for anything else until ``check`` has
                 returned.
-            scratch: Aligned memory of at least BLOCK bytes, with the same restriction.
+            scratch: Aligned memory of at least BLOCK bytes. The same restriction applies.
 
         Raises:
             KeyError: The page has no record.
@@ -94,7 +94,7 @@ class RecordReader:
         try:
             return self._payload.fetch(key, out, scratch, self._held)
         except lmdb.ReadersFullError:
-            self._env.reader_check()  # killed readers may occupy the reader slots
+            self._env.reader_check()  # killed processes may have left reader slots occupied
             return self._payload.fetch(key, out, scratch, self._held)
 
     def check(
@@ -107,16 +107,16 @@ class RecordReader:
     ) -> None:
         """Verify every byte and fill ``out`` with the page in the format of host memory.
 
-        A record that was replaced or moved during the read is read again. If the call fails, the content of
-        ``out`` is undefined. The errors of ``fetch`` are raised, too.
+        A record that was replaced or moved during the read is read again. If an exception is raised, the content of
+        ``out`` is undefined. The exceptions of ``fetch`` are possible as well.
 
         Args:
             fetched: The result of ``fetch`` for ``out`` and ``scratch``.
             decoders: Decoders of the calling thread, which need not be the thread that fetched the page.
 
         Raises:
-            IntegrityError: The bytes are not those that were written, or they are encoded and have no
-                decoder.
+            IntegrityError: The bytes are not those that were written, or they are encoded and no decoder exists for
+                them.
             UnfitError: The codec of host memory cannot represent the page.
         """
         head, fetched = self._settled(key, fetched, out, scratch)
@@ -140,9 +140,9 @@ class RecordReader:
     ) -> tuple[record_format.Head, Fetched]:
         """Return the verified head and the bytes of a record.
 
-        A record that fails verification may have been replaced during the read, because no transaction keeps
-        its slot from being rewritten. It counts as damaged only if the catalogue still names it. Otherwise,
-        the record that the catalogue names now is read instead.
+        A record that fails verification may have been replaced during the read, because no transaction protects the
+        slot from being rewritten. The record counts as damaged only if the catalogue still names it. Otherwise, the
+        record that the catalogue names now is read instead.
         """
         for _ in range(TRIES):
             try:
@@ -178,7 +178,7 @@ class RecordReader:
             yield from map(loss_class, self._listed(txn))
 
     def verify_all(self) -> Iterator[tuple[PageKey, str | None]]:
-        """Read every record, and yield its key and a description of its fault, or None.
+        """Read every record, and yield (key, fault). The fault is a description, or None for an intact record.
 
         Changes nothing. Encoded pages are not decoded: the check confirms only that the bytes are those that
         were written.
@@ -213,7 +213,7 @@ Task = Callable[[Decoders], None]
 
 
 class Checkers:
-    """``count`` daemon threads that verify pages, each with memory for one page. Thread-safe.
+    """A set of ``count`` daemon threads that verify pages, each with memory for one page. Thread-safe.
 
     If ``count`` is 0, the thread that fetches a page also verifies it.
     """
@@ -231,8 +231,8 @@ class Checkers:
         """Hand ``task`` to a thread, which uses ``scratch`` until the task finishes. A task must not raise.
 
         Returns:
-            Another scratch buffer for the caller. None if all threads are busy or ``close`` was called; the
-            caller must then run the task.
+            Another scratch buffer for the caller, or None if all threads are busy or ``close`` was called. After
+            None, the caller must run the task itself.
         """
         with self._changed:
             if self._closing or not self._spare:
@@ -269,15 +269,15 @@ class Checkers:
 _log = logging.getLogger("tierstore.nvme.readers")
 _pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with single pages
 
-_WORTH_CHECKING_APART = 512 << 10  # bytes; handing a smaller page to a checker takes as long as verifying it
+_WORTH_CHECKING_APART = 512 << 10  # bytes; handing over a smaller page takes as long as verifying it
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     """A page that a thread is reading: page ``index`` of ``job``.
 
-    ``ticket`` is the breaker's permit for the read, ``since`` the time at which the read started, and ``begun``
-    the value of ``Shares.begin``, which ``Shares.end`` needs.
+    ``ticket`` is the breaker's permit for the read, ``since`` is the time at which the read started, and ``begun``
+    is the result of ``Shares.begin``, which ``Shares.end`` needs.
     """
 
     job: Job
@@ -289,7 +289,7 @@ class _Read:
 
 
 class Readers:
-    """``count`` daemon threads that read pages. ``submit``, ``look`` and ``close`` are thread-safe."""
+    """A set of ``count`` daemon threads that read pages. ``submit``, ``look`` and ``close`` are thread-safe."""
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class Readers:
     def _check_apart(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> None:
-        """Verify a page on a different thread from the one that fetched it, and record the result."""
+        """Verify a page on a thread other than the one that fetched it, and record the result."""
         outcome = self._check(read, fetched, scratch, decoders)
         with self._changed:
             self._ended(read, outcome, time.monotonic())
@@ -451,7 +451,7 @@ class Readers:
         return out.nbytes if failure is None else failure
 
     def _guarded(self, key: PageKey, act: Callable[[], None]) -> Failure | None:
-        """Call ``act``. If it raises, count, log and return the failure of the page, else return None."""
+        """Call ``act`` and return None. If it raises an exception, count, log and return the failure of the page."""
         try:
             act()
         except KeyError:
@@ -485,7 +485,7 @@ class Readers:
     def _warn(self, message: str, key: PageKey, error: Exception) -> None:
         """Log a warning about the first bad page.
 
-        Later ones are only counted, because a failing disk has thousands.
+        Later bad pages are only counted, because a failing disk has thousands of them.
         """
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
@@ -514,7 +514,7 @@ class Readers:
         if outcome in (
             Failure.NOT_FOUND,
             Failure.UNAVAILABLE,
-        ):  # answered by the catalogue, perhaps from memory
+        ):  # the catalogue answered, perhaps from memory
             self._breaker.gave_up(read.ticket, now)
         elif outcome is not Failure.IO_ERROR:
             self._breaker.succeeded(read.ticket, now)
@@ -546,7 +546,7 @@ class Readers:
                 self._post(job)
 
     def _post(self, job: Job) -> None:
-        # Called under the lock, so that the ack of late pages cannot overtake the ack that declares them
+        # Called with the lock held, so that the ack of late pages cannot overtake the ack that declares these pages
         # late.
         ack = job.ack()
         self._outbox.count("bytes_read", ack.nbytes)
@@ -560,7 +560,7 @@ class Readers:
     # -- logging -----------------------------------------------------------------------------------------
 
     def _tell_state(self) -> None:
-        """Log a warning when the tier stops attempting reads, and a message when it resumes, once each."""
+        """Log one warning when the tier stops attempting reads, and one message when it resumes."""
         if self.absent is self._told_absent:
             return
         with self._changed:

@@ -2,9 +2,9 @@
 
 The payload is the page, unchanged or encoded. The head names everything that the bytes depend on (format,
 fingerprint, key, parent, codec, lengths) and ends with an xxh3-128 checksum of itself and the payload.
-Another page's record, an old format, truncation and bit flips are therefore all detected. The head and the 16
-bytes that LMDB puts in front of a value fill one 4 KiB block, so the payload is block-aligned. This module
-does not know where records are stored.
+The record of another page, an old format, truncation and bit flips are therefore all detected. The head and the 16
+bytes that LMDB puts in front of a value fill one 4 KiB block, so the payload is block-aligned. This module does not
+know where records are stored.
 
 All functions are thread-safe and do no I/O. An encoder or decoder that is passed in must belong to the
 calling thread.
@@ -83,8 +83,8 @@ class Head:
 
     Attributes:
         fingerprint: The 32 bytes returned by ``fingerprint_digest``.
-        generation: Differs between writes of a key, so that a reader can tell whether it has read the record
-            that the catalogue named. 0 in LMDB records of older versions, which did not write this field.
+        generation: Differs between writes of the same key, so that a reader can tell whether it has read the record
+            that the catalogue named. It is 0 in LMDB records of older versions, which did not write this field.
     """
 
     fingerprint: bytes
@@ -102,7 +102,7 @@ def fingerprint_digest(fingerprint: str) -> bytes:
 
 
 def record_nbytes(page_nbytes: int) -> int:
-    """Return the maximum length, in bytes, that the record of a page with ``page_nbytes`` bytes can have."""
+    """Return the maximum length in bytes of the record of a page of ``page_nbytes`` bytes."""
     return HEAD_NBYTES + page_nbytes
 
 
@@ -151,7 +151,7 @@ def encode(
     Args:
         page: The page, flat contiguous uint8.
         record: Memory of at least ``record_nbytes(page.nbytes)`` bytes, flat contiguous uint8.
-        encoder: Encoder to use. The page is stored as it is if the encoder does not save at least a tenth.
+        encoder: Encoder to use. If it saves less than a tenth of the page, the page is stored as it is.
         plain: Codec with which ``page`` is already encoded.
         raw_nbytes: Unencoded length of the page in bytes. None: ``page`` is not encoded yet.
     """

@@ -6,12 +6,12 @@ transaction, it calls ``replaced`` and then ``entry`` or ``erased`` for each key
 The ``RecordReader`` reads through ``RecordBytes``.
 
 A record in an extent file is read by ``preadv`` directly into the caller's page, bypassing the page cache
-where possible. A truncated or unreadable file causes an exception, where a mapped read would raise a signal.
-The read transaction of the look-up ends before the read begins, because an open transaction keeps LMDB from
-reusing freed pages, and a read that hangs would let the map fill up. A slot is pinned while it is read, so
-that no new record is written to it. However, a new record may have been written to the slot between the
-look-up and the pin. Checksum, key and generation reveal this, and the reader looks the key up again. A record
-in LMDB is copied out of the map within the transaction that looks it up.
+where possible. A truncated or unreadable file causes an exception; a read from a memory map would cause a signal
+instead. The read transaction of the look-up ends before the read begins: an open transaction keeps LMDB from reusing
+freed pages, so the map would fill up during a read that hangs. A slot is pinned while it is read, so that no new
+record is written to it. However, a new record may have been written to the slot between the look-up and the pin. The
+checksum, key and generation reveal this, and the reader then looks up the key again. A record in LMDB is copied out
+of the map within the transaction that looks it up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tierstore.types import PageKey, exact_size
 class Page(NamedTuple):
     """A page to be stored.
 
-    ``payload`` is flat uint8. If ``head`` is set, ``payload`` is that of an existing record, and is stored with
-    the same codec.
+    ``payload`` is flat uint8. If ``head`` is set, ``payload`` comes from an existing record and is stored with the
+    same codec.
     """
 
     key: PageKey
@@ -60,7 +60,7 @@ class Records(Protocol):
     """The operations that a catalogue needs from its storage of records."""
 
     def write(self, pages: Sequence[Page]) -> Sequence[Written | None]:
-        """Write the bytes durably, before an entry refers to them. If this raises, nothing is kept.
+        """Write the bytes durably, before an entry refers to them. If an exception is raised, nothing is kept.
 
         LMDB storage writes nothing here, because ``entry`` writes its records.
 
@@ -104,7 +104,7 @@ class Records(Protocol):
         ...
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether a failed transaction left it unknown which slot the entry of ``key`` refers to."""
+        """Return whether it is unknown, after a failed transaction, which slot the entry of ``key`` refers to."""
         ...
 
     def close(self) -> None:
@@ -181,11 +181,12 @@ def memory_for(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Choose the memory for a record's payload, in ``out`` or ``scratch``. See ``RecordBytes.fetch``.
 
-    A payload with an unexpected length has a different codec or belongs to a page of a different length. This is
-    not known until the head has been read.
+    A payload with an unexpected length has a different codec, or belongs to a page of a different length. Which of
+    these is the case is not known until the head has been read.
 
     Returns:
-        The memory to read into, including padding, and the part of it that the payload takes.
+        Two arrays: the memory to read into, including padding, and the part of this memory that the payload
+            occupies.
 
     Raises:
         IntegrityError: The payload is longer than a page.

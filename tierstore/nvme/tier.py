@@ -1,4 +1,4 @@
-"""The NVMe tier: pages on disk, catalogued in LMDB, behind queues that never block the caller."""
+"""The NVMe tier: stores pages on disk, with a catalogue in LMDB and with queues that never block the caller."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the checks. Waits briefly for one in progress, which never does I/O."""
+        """Stop the checks. Waits briefly for a check in progress, which never does I/O."""
         self._over.set()
-        self._thread.join(_CLOSE_S)  # limited: a signal handler may have left a lock held
+        self._thread.join(_CLOSE_S)  # with a timeout, because a signal handler may have left a lock held
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
@@ -165,7 +165,7 @@ class NvmeTier:
         """Open the tier's sub-directory of ``path``, creating it if needed.
 
         A sub-directory that an earlier process left damaged is renamed, with one warning, and the tier starts
-        empty. Records of any codec can be read, but encoded ones need ``layout``.
+        empty. Records of any codec can be read, but encoded records need ``layout``.
 
         Args:
             path: The home directory.
@@ -178,15 +178,15 @@ class NvmeTier:
                 new directory.
             codec: Codec for pages written from now on, a name from ``tierstore.codecs``. Every codec but
                 "none" needs ``layout``.
-            held: Codec of the pages in memory (``codecs.host_format``). They are written unchanged, or with
+            held: Codec of the pages in memory (``codecs.host_format``). Such pages are written unchanged, or with
                 their codes compressed.
-            readers: Number of reader threads. None selects the number with which the disk reaches 95 % of its
-                throughput. A benchmark that writes 32 MiB measures it when a directory with a capacity of at
-                least 1 GiB is created. Without a measurement, None selects 2.
+            readers: Number of reader threads. None selects the smallest number that reaches 95 % of the best read
+                throughput. A benchmark that writes 32 MiB measures this number when a directory with a capacity of
+                at least 1 GiB is created. Without a measurement, None selects 2.
             timeout_s: Seconds after which callers no longer wait for a read or a batch of writes; see
                 ``submit_*`` and ``state``.
-            read_only: Open an existing sub-directory and write nothing to it. Other processes may read it,
-                too. ``capacity`` and ``payload`` are ignored.
+            read_only: Open an existing sub-directory and write nothing to it. Other processes may read it at the
+                same time. ``capacity`` and ``payload`` are ignored.
 
         Raises:
             ConfigError: The directory does not belong to TierStore or is in use, or the disk lacks space for
@@ -220,8 +220,8 @@ class NvmeTier:
         """Yield the key, parent and size on disk of every record that was found when the tier was opened.
 
         Call this once, before any ``submit_*``. The sizes add up to at most ``budget_nbytes``. If the capacity
-        was lowered or the catalogue has grown, the records may exceed this budget. The records farthest from the
-        beginning of their sequence are then queued for removal and not yielded.
+        was lowered or the catalogue has grown, the records may exceed this budget. Those records that are farthest
+        from the beginning of their sequence are then queued for removal and not yielded.
         """
         self._guard()
         erased = set(self._catalogue.undeleted)
@@ -258,9 +258,9 @@ class NvmeTier:
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
         """Queue a read that fills ``out[i]`` with the page of ``transfer.keys[i]``.
 
-        A page whose read hangs is ``late`` in a first Ack. A second Ack follows once nothing writes to
-        ``out[i]`` any more. While the disk hangs or fails reads, pages fail as UNAVAILABLE at once, except
-        for an occasional probe.
+        A page whose read hangs is ``late`` in the first Ack. A second Ack follows once nothing writes to ``out[i]``
+        any more. While the disk hangs or fails reads, all pages except an occasional probe fail as UNAVAILABLE at
+        once.
 
         Args:
             transfer: The keys. ``nbytes`` of the Ack counts the bytes of pages.
@@ -290,8 +290,8 @@ class NvmeTier:
     def sync(self, timeout_s: float) -> bool:
         """Wait until every write submitted so far is durable or acked as failed, and every erase is durable.
 
-        An erase is durable if a restart does not bring the page back: the record is deleted, or a tombstone
-        names it.
+        An erase is durable if a restart does not bring the page back: its record is deleted, or a tombstone names
+        its key.
 
         Returns:
             False on a timeout, or if the disk refuses to write.
@@ -316,7 +316,7 @@ class NvmeTier:
 
     @property
     def pending_erases(self) -> int:
-        """Number of erased pages that a restart could bring back if it happened now."""
+        """Number of erased pages that a restart at this moment could bring back."""
         return self._writer.pending_erases
 
     @property
@@ -327,11 +327,11 @@ class NvmeTier:
     def close(self, timeout_s: float) -> bool:
         """Write all queued pages, fail queued reads as CLOSED, stop the threads, and release the directory.
 
-        After a call has returned True, further calls have no effect.
+        Once a call has returned True, further calls have no effect.
 
         Returns:
-            False if a thread did not stop within ``timeout_s`` seconds. Work that has not started then fails,
-            the environment stays open, and the lock stays held. Call ``close`` again to retry.
+            False if a thread did not stop within ``timeout_s`` seconds. In this case, work that has not started
+            fails, the environment stays open, and the lock stays held. Call ``close`` again to retry.
         """
         if os.getpid() != self._pid or self._closed:
             return True
@@ -349,12 +349,12 @@ class NvmeTier:
                 self._directory,
             )
             return False
-        # A signal handler may interrupt each step or call ``close`` itself, so another call repeats them.
+        # A signal handler may interrupt any step or call ``close`` itself, so another call repeats the steps.
         self._catalogue.close()
         if not self._retracted:
             self._lock.release()
         elif not self._closed:
-            self._closed = True  # a second ``close`` must not remove what another process creates
+            self._closed = True  # a second ``close`` must not remove what another process has created
             self._undo()
         self._closed = True
         return True
@@ -362,7 +362,7 @@ class NvmeTier:
     def retract(self, timeout_s: float) -> bool:
         """Close the tier, and remove everything that was created on disk when it was opened.
 
-        Used if the store could not be opened. Arguments and result are the same as for ``close``.
+        Used if the store could not be opened. The argument and the result are the same as for ``close``.
         """
         self._retracted = True
         return self.close(timeout_s)
@@ -382,14 +382,14 @@ class NvmeTier:
     def stats(self) -> dict[str, object]:
         """Return sizes, counters and state, for people and metrics.
 
-        Reads a few directory entries, unless the disk hangs. If the directory was moved or deleted while the
-        tier is open, its size is reported as 0.
+        Reads a few directory entries, unless the disk hangs. If the directory was moved or deleted while the tier is
+        open, its size is 0.
         """
         self._guard()
         counts = self._outbox.counts()
         hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
-            with suppress(OSError):  # for example if no file descriptor is left: keep the last value
+            with suppress(OSError):  # for example, if no file descriptor is left: keep the last value
                 self._disk_nbytes = directory_layout.disk_nbytes(self._directory)
         return {
             "path": str(self._directory),
@@ -449,10 +449,10 @@ _Summary = tuple[PageKey, PageKey | None, int]
 
 
 def _split_by_depth(records: Sequence[_Summary], room: int) -> tuple[Iterator[_Summary], list[PageKey]]:
-    """Return the records to keep, whose sizes add up to at most ``room`` bytes, and the keys of the others.
+    """Return the records to keep, whose sizes add up to at most ``room`` bytes, and the keys of the other records.
 
-    Records are kept in the order of their distance from the beginning of their sequence, so that a record is
-    kept only if all records before it are. Records without their parent come last.
+    Records nearest to the beginning of their sequence are kept first, so a record is kept only if all records before
+    it are kept. Records whose parent is missing come last.
     """
     parents = {key: parent for key, parent, _ in records}
     depths: dict[PageKey, float] = {}

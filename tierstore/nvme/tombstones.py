@@ -1,20 +1,21 @@
-"""Tombstones: keys of erased pages whose records LMDB could not delete yet, in a file of fixed size.
+"""Tombstones: a file of fixed size with the keys of erased pages whose records LMDB could not delete yet.
 
 LMDB needs free blocks to delete a record. On a disk that is full or refuses writes, the keys are written to
-this file instead. Its blocks were allocated and written when the file was created, so overwriting them needs
-no disk space. The next open deletes the records that the file names before anything can be read.
+this file instead. The blocks of the file were allocated and written when it was created, so overwriting them needs
+no disk space. When the directory is opened next, the records that the file names are deleted before anything can be
+read.
 
 The file is a Bloom filter (Bloom 1970), partitioned by hash function: a key sets one bit in each of four
-blocks. It never fills up, but the more keys it contains, the more other records match it and are deleted too:
-with 1,000 keys, fewer than 1 of 1,000,000 other records; with 10,000 keys, 1 of 200; with 30,000 keys, 1 of 8.
-A cache may lose a page, but must not bring an erased one back.
+blocks. The filter never fills up, but the more keys it contains, the more other records match it and are deleted as
+well: fewer than 1 in 1,000,000 with 1,000 keys, 1 in 200 with 10,000 keys, and 1 in 8 with 30,000 keys. A cache may
+lose a page, but must not bring an erased page back.
 
 Each block has a checksum and an epoch, the number of the current set of keys. A new set begins once LMDB has
 deleted the records of the previous one. LMDB's ``meta`` tree stores the epoch of the last set that was deleted
-in full, so the file need not be cleared. A block that fails its checksum, or is older than another one, counts
-as all ones.
+in full, so the file need not be cleared. If a block fails its checksum or is older than another block, all its bits
+count as set.
 
-A file system that never overwrites in place (btrfs, ZFS) may refuse the write when it is full. The keys then
+A file system that never overwrites in place (btrfs, ZFS) may refuse the write when the disk is full. The keys then
 stay in memory, and ``flush`` reports them.
 """
 
@@ -63,14 +64,14 @@ class Tombstones:
     def __init__(self, directory: Path, retired: int, *, writable: bool = True) -> None:
         """Read the file.
 
-        A missing file names no key: the directory is new, or was filled by a version without tombstones. If the
-        file is unreadable or not a regular file, every key counts as named.
+        If the file is missing, no key counts as recorded: the directory is new, or was filled by a version without
+        tombstones. If the file is unreadable or not a regular file, every key counts as recorded.
 
         Args:
             directory: The sub-directory.
             retired: The last epoch whose records have all been deleted, as stored in LMDB.
-            writable: Whether to keep the directory open until ``close``, so that nothing is written to
-                another directory that takes its place.
+            writable: Whether to keep the directory open until ``close``, so that nothing is written to another
+                directory that may replace it at its path.
 
         Raises:
             OSError: The file cannot be read.
@@ -101,7 +102,7 @@ class Tombstones:
             self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether the key was recorded. Occasionally True for a key that was not."""
+        """Return whether the key was recorded. The result may be True, rarely, for a key that was not recorded."""
         return isinstance(key, bytes) and all(
             bits[at >> 3] >> (at & 7) & 1 for bits, at in zip(self._bits, _places(key), strict=True)
         )
@@ -126,7 +127,7 @@ class Tombstones:
     def _opens(self) -> bool:
         """Open the file for writing.
 
-        Return False if permissions forbid that; raise OSError on any other failure.
+        Return False if permissions forbid opening it. Raise OSError on any other failure.
         """
         if self._fd < 0:
             try:
@@ -156,7 +157,7 @@ class Tombstones:
     def record(self, keys: Iterable[bytes]) -> None:
         """Add keys durably.
 
-        After an OSError, some keys may have been recorded, and the caller must pass all of them again.
+        After an OSError, only some of the keys may have been recorded, so the caller must pass all of them again.
         """
         if not self.live:
             self.prepare()

@@ -57,7 +57,7 @@ class Batch:
 
 
 class WorkQueue:
-    """A queue in which erases may overtake writes, but work on the same key stays in order.
+    """A queue in which erases may overtake writes of other keys. Work on the same key stays in order.
 
     Not thread-safe: protected by the writer's lock.
     """
@@ -78,7 +78,7 @@ class WorkQueue:
     def add(self, item: Job | EraseWork | SyncWork) -> None:
         """Append an item.
 
-        Adjacent erases are merged, so that the length of a stalled queue is bounded by the number of pages.
+        Adjacent erases are merged, so that the number of pages limits the length of a stalled queue.
         """
         last = self._items[-1] if self._items else None
         if isinstance(item, EraseWork) and isinstance(last, EraseWork):
@@ -147,7 +147,7 @@ _Result = TypeVar("_Result")
 _ROOM_PATIENCE_S = 2.0
 
 _LONG_S = 2.0
-"""Seconds after which a batch counts as slow. The next batches are then smaller, so that progress shows."""
+"""Seconds after which a batch counts as slow. The next batches are then smaller, so that progress becomes visible."""
 
 
 class Writer:
@@ -162,10 +162,10 @@ class Writer:
         *,
         shortage: str | None = None,
     ) -> None:
-        """Start the thread. It first deletes the records that ``catalogue`` could not delete when it was opened.
+        """Start the thread, which first deletes the records that could not be deleted when ``catalogue`` was opened.
 
-        ``shortage`` is the reason why the disk had no space when the directory was opened, or None. Writes
-        are refused at first if there is such a reason, or if records are still to be deleted.
+        ``shortage`` is the reason why the disk had no space when the directory was opened, or None. Writes are
+        refused at first if there is such a reason, or if any records must still be deleted.
         """
         self._catalogue = catalogue
         self._outbox = outbox
@@ -184,7 +184,7 @@ class Writer:
         self._owed: dict[PageKey, None] = dict.fromkeys(catalogue.undeleted)
         """Keys of records that must be deleted before any write."""
         self._unrecorded: set[PageKey] = set()
-        """Keys in ``_owed`` whose records a restart would bring back, because no tombstone names them."""
+        """Keys in ``_owed`` that no tombstone names, so that a restart would bring back their records."""
         self._told_unrecorded = False
         self._map_full = False  # whether LMDB's map was full at the last attempt to store pages
         self._full_under: set[tuple[int, str, int]] = set()
@@ -233,7 +233,7 @@ class Writer:
 
     @property
     def pending_erases(self) -> int:
-        """Number of erases that are not durable yet. If the process restarted now, their records could come back."""
+        """Number of erases that are not durable yet. A restart at this moment could bring back their records."""
         with self._changed:
             return self._queue.num_erases + len(self._unrecorded)
 
@@ -257,7 +257,7 @@ class Writer:
     def look(self, now: float) -> None:
         """Detect a batch that exceeds ``timeout_s``. Call this periodically with time.monotonic().
 
-        Queued pages that no batch has taken then fail as UNAVAILABLE, because memory still contains them and
+        Queued pages that are in no batch yet then fail as UNAVAILABLE, because memory still contains these pages and
         no caller should wait for the disk. Older records of these pages are queued for removal.
         """
         with self._changed:
@@ -332,7 +332,7 @@ class Writer:
         self._end()
 
     def _end(self) -> None:
-        """Delete the records in ``_owed`` before the thread exits. Write tombstones for those that remain."""
+        """Delete the records in ``_owed`` before the thread exits. Write tombstones for records that remain."""
         try:
             if not self._abandoned:
                 self._erase_owed()
@@ -362,7 +362,7 @@ class Writer:
             _log.info("the NVMe tier accepts writes again")
 
     def _give_up(self, job: Job) -> Ack | None:
-        """Fail the pages of ``job`` that no batch has taken. Return the ack if it is due.
+        """Fail the pages of ``job`` that are in no batch yet. Return the ack if it is due.
 
         Older records of these pages are queued for removal. The caller must hold the lock.
         """
@@ -490,7 +490,7 @@ class Writer:
     def _until_room(self, act: Callable[[], _Result]) -> _Result | None:
         """Retry ``act``, which found LMDB's map full, while older read transactions keep pages in use.
 
-        If a read transaction is still open after ``room_patience_s``, the tier becomes read-only for a time.
+        If a read transaction is still open after ``room_patience_s``, the tier becomes read-only for a while.
 
         Returns:
             The result of ``act``, or None if there is still no space.
@@ -517,7 +517,7 @@ class Writer:
         return None
 
     def _check_room(self) -> None:
-        """Check whether there is space again, if writes are refused for lack of it.
+        """If writes are refused for lack of space, check whether there is space again.
 
         Raises lmdb.Error or OSError if the disk or LMDB's map is still full.
         """
@@ -557,8 +557,8 @@ class Writer:
     def _erase_owed(self) -> None:
         """Delete all records in ``_owed``, ``erase_keys`` per transaction, and retire the tombstones.
 
-        After an error, the next call deletes the rest. No page may be written while tombstones are live,
-        because a tombstone would count a new record of its key as erased.
+        After an error, the next call deletes the rest. No page may be written while tombstones are live, because a
+        new record would count as erased if a tombstone names its key.
         """
         while self._owed:
             keys = [key for key, _ in zip(self._owed, range(self._sizing.erase_keys), strict=False)]
@@ -603,8 +603,8 @@ class Writer:
     def _forget_absent(self) -> None:
         """Drop keys without a record from ``_unrecorded``, because they need no tombstone.
 
-        Refused writes leave such keys behind, and on a full disk their number keeps growing. Needless
-        tombstones do harm: each may also match other keys, whose records the next open would then delete.
+        Refused writes leave such keys behind, and on a full disk their number keeps growing. Unnecessary tombstones
+        are harmful: each may also match other keys, whose records the next open would then delete.
         """
         absent = [key for key in self._unrecorded if not self._has(key)]
         with self._changed:
@@ -620,7 +620,7 @@ class Writer:
             self._owe(job.transfer.keys[index] for job, index in writes)
 
     def _replaces(self, write: tuple[Job, int]) -> bool:
-        """Return whether the page that ``write`` failed to store has an older record."""
+        """Return whether there is an older record of the page that ``write`` failed to store."""
         job, index = write
         return self._has(job.transfer.keys[index])
 
@@ -669,7 +669,7 @@ class NoWriter:
     """
 
     read_only = stalled = hanging = False
-    """Always False: nothing is written to the disk, so it cannot refuse a write or hang in one."""
+    """Always False: nothing is written to the disk, so no write can be refused or hang."""
     progress = (0, 0)
 
     def __init__(self, outbox: Outbox) -> None:
@@ -686,13 +686,13 @@ class NoWriter:
 
     @property
     def pending_erases(self) -> int:
-        """Number of pages that were erased. The records of all of them are still on disk."""
+        """Number of pages that were erased. All their records are still on disk."""
         return len(self._erased)
 
     def begin_sync(self) -> SyncWork:
-        """Return a sync that has already completed.
+        """Return a sync mark that is already done.
 
-        Its ``ok`` is False if pages were erased, because no erase is durable.
+        ``ok`` is False if any page was erased, because no erase is durable here.
         """
         mark = SyncWork(synced=True, ok=not self._erased)
         mark.done.set()
@@ -720,7 +720,7 @@ class NoWriter:
 
 
 def _written_nbytes(thread: int | None) -> int:
-    """Return the bytes that a thread has written in completed system calls, or 0 if unknown."""
+    """Return how many bytes a thread has written in completed system calls, or 0 if this is unknown."""
     try:
         for line in Path(f"/proc/self/task/{thread}/io").read_text().splitlines():
             if line.startswith("wchar:"):

@@ -27,12 +27,12 @@ from tierstore.threads import Worker
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 """Host names under which a browser on this machine reaches the server.
 
-Requests with any other Host header are rejected. Otherwise a website could make its own name resolve to this
-machine, and its scripts could use the server (DNS rebinding).
+Requests with any other Host header are rejected. Otherwise, a website could make its domain name resolve to this
+machine, so that its scripts could use the server (DNS rebinding).
 """
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _GRACE_S = 5
-"""Time in seconds that clients have at shutdown to receive the end of their answers."""
+"""Time in seconds for which clients can still receive the end of their answers at shutdown."""
 
 
 def make_app(
@@ -55,7 +55,7 @@ def make_app(
         store: The store that the engine uses.
         library: The documents of all tenants.
         tenants: The tenants that may use the server, with the digests of their keys.
-        hosts: Accepted values of the Host header, without the port. ``*`` accepts any.
+        hosts: Accepted values of the Host header, without the port. ``*`` accepts any value.
     """
     readings = Readings(library, reader, engine, store)
 
@@ -151,5 +151,5 @@ class Server(uvicorn.Server):
         """
         await run_in_threadpool(self._engine.close)
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn skips this step then, and the application would end with a traceback
+        if self.force_exit:  # uvicorn then skips this step, and the application would end with a traceback
             await self.lifespan.shutdown()

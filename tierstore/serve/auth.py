@@ -1,8 +1,8 @@
 """Tenants, the checks that every request must pass (key, body size, host name), and the access log.
 
-A tenants file is YAML: ``tenants: {name: [SHA-256 of a key in hex, ...]}``. It holds digests, not the keys
-themselves. The name of a tenant is part of all its page keys, so tenants never share pages. The access log
-never contains the body of a request.
+A tenants file is YAML: ``tenants: {name: [SHA-256 of a key in hex, ...]}``. The file contains digests, not the keys
+themselves. Each page key includes the name of the tenant, so tenants never share pages. The access log never
+contains the body of a request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tenants:
         """Check the names and the digests of the tenants.
 
         Args:
-            tenants: For each tenant's name, the SHA-256 digests of its keys in hex. None if clients need no key.
+            tenants: For each tenant's name, the SHA-256 digests of its keys in hex. None if clients need no keys.
 
         Raises:
             ConfigError: A name or a digest is invalid, or a digest occurs twice.
@@ -93,9 +93,9 @@ class Tenants:
 
 
 class _Loader(yaml.BaseLoader):
-    """A YAML loader that reads every scalar as a string and rejects a mapping that repeats a key.
+    """A YAML loader that reads every scalar as a string, and rejects mappings with repeated keys.
 
-    A digest without letters is therefore not read as a number.
+    A digest that consists of decimal digits is therefore not read as an integer.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -106,9 +106,9 @@ class _Loader(yaml.BaseLoader):
 
 
 def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return a dict from each key's digest, in lower case, to the tenant's name.
+    """Return a dict from the digest of each key, in lower case, to the name of the key's tenant.
 
-    Raises ConfigError if a name or a key is invalid, or if two entries have the same key.
+    Raises ConfigError if a name or a digest is invalid, or if a digest occurs twice.
     """
     names: dict[str, str] = {}
     for name, digests in tenants.items():
@@ -142,8 +142,9 @@ MAX_BODY = 16 << 20
 class Gate:
     """Middleware that checks the key and the body size of each request and writes the access log.
 
-    Requests to ``/v1`` need a tenant's key. It is checked before the body is read, and the tenant's name is
-    stored in ``request.state.tenant``. A body of more than ``max_body`` bytes is rejected with status 413.
+    Requests to ``/v1`` need the key of a tenant. The key is checked before the body is read, and the tenant's name
+    is stored in ``request.state.tenant``. If the body has more than ``max_body`` bytes, the request is rejected with
+    status 413.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, max_body: int = MAX_BODY) -> None:
@@ -165,7 +166,7 @@ class Gate:
         try:
             await self._admit(scope, receive, sent)
         finally:
-            # Log the raw path: a decoded path may contain line breaks, with which a client could forge log lines.
+            # Log the raw path. A decoded path may contain line breaks, which would let a client forge log lines.
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
             log.info("%s %s %d %.3f s", scope["method"], path, status, perf_counter() - began)
 
@@ -212,10 +213,10 @@ class Gate:
 
 
 class Hosts:
-    """Middleware that accepts only requests whose Host header is one of ``hosts``. ``*`` accepts any.
+    """Middleware that accepts only requests whose Host header is one of ``hosts``. ``*`` accepts any value.
 
-    It differs from Starlette's ``TrustedHostMiddleware`` only in its error response, which is JSON and lists
-    the accepted names.
+    Unlike Starlette's ``TrustedHostMiddleware``, it sends an error response that is JSON and lists the accepted
+    names.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """The documents of each tenant, and the progress of reading them into the store.
 
-Texts are kept in memory and, if a directory is given, also in files, so that they survive a restart. The model
-reads each document once. After a restart, the pages that are still in the store are used again.
+Texts are kept in memory. If a directory is given, they are also kept in files, so that they survive a restart. The
+model reads each document once. After a restart, pages that are still in the store are reused.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Document:
 class Library:
     """The documents of all tenants, found by tenant and ID. Thread-safe.
 
-    If the library has a directory, a document exists as soon as its file has been written completely. ``add``,
-    ``remove`` and ``removing`` wait for the disk; other calls do not.
+    If the library has a directory, a document exists once its file has been written completely. ``add``, ``remove``
+    and ``removing`` wait for the disk; other calls do not.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         """Load all documents from ``folder``.
 
-        If the directory is missing, it is created so that no other user can access it. JSON files that are damaged
-        or come from other programs are logged and ignored. Files that an interrupted write left behind are deleted.
+        If the directory is missing, it is created with access for this user only. JSON files that are damaged or
+        come from other programs are logged and ignored. Files that an interrupted write left behind are deleted.
 
         Args:
             folder: The directory, or None to keep documents in memory only.
@@ -81,7 +81,7 @@ class Library:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in folder.glob(f"*{_PART}"):
-                if _ID.fullmatch(unfinished.stem):  # spares other .part files, such as a browser's downloads
+                if _ID.fullmatch(unfinished.stem):  # keeps other .part files, such as a browser's downloads
                     unfinished.unlink()
             files = sorted(folder.glob(f"*{_SUFFIX}"))
         except OSError as error:
@@ -96,7 +96,7 @@ class Library:
     def add(self, document: Document) -> Document:
         """Store a document and return it.
 
-        If the tenant already has a document with the same text, return that one, under its old name.
+        If the tenant already has a document with the same text, return that document, which keeps its name.
 
         Raises:
             OSError: The file cannot be written. The document is not stored.
@@ -114,7 +114,7 @@ class Library:
         return self._documents.get((tenant, id))
 
     def all(self, tenant: str | None = None) -> list[Document]:
-        """Return the documents of ``tenant``, or those of all tenants if it is None, sorted by name."""
+        """Return the documents of ``tenant`` (None: of all tenants), sorted by name."""
         found = [d for d in list(self._documents.values()) if tenant in (None, d.tenant)]
         return sorted(found, key=lambda document: (document.name, document.id))
 
@@ -249,18 +249,18 @@ class Reading:
                 self._end()
 
     def is_ready(self) -> None:
-        """Set the state to ``ready``: the whole document is in the store."""
+        """Set the state to ``ready``. Call this when the whole document is in the store."""
         self.state, self.read, self.why = "ready", len(self.tokens), None
 
     def cancel(self) -> None:
-        """Cancel reading, and wait up to 30 s until the engine stores no more of the pages. Idempotent."""
+        """Cancel reading, and wait up to 30 s until the engine stores no more pages of the document. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket.wait()
         self._end()
 
     async def ended(self) -> None:
-        """Wait until the engine has read the document or failed to, or until reading is cancelled.
+        """Wait until the engine has read the document, reading has failed, or reading is cancelled.
 
         Return at once if the document was never submitted.
         """
@@ -274,13 +274,13 @@ class Reading:
 
 
 class Question(Protocol):
-    """A question about a document that the engine is answering."""
+    """A question that the engine is answering about a document."""
 
     def withdraw(self) -> None:
         """Cancel the question, so that its client receives an error. Does not wait."""
 
     def wait(self) -> None:
-        """Wait until the engine has finished the question and stores no more of its pages."""
+        """Wait until the engine has finished the question and stores no more pages for it."""
 
 
 class Readings:
@@ -299,7 +299,7 @@ class Readings:
         self._closing = Flag()
 
     def add(self, tenant: str, name: str, text: str) -> tuple[Document, Reading]:
-        """Store a document. Submit it to the engine unless all its pages are in the store or it is being read.
+        """Store a document. Submit it to the engine, unless all its pages are in the store or it is already being read.
 
         Returns:
             The document and the progress of reading it.
@@ -345,7 +345,7 @@ class Readings:
         return self._known.get((document.tenant, document.id))
 
     def look(self, reading: Reading) -> int:
-        """Return how many pages of the document, counted from its beginning, are in the store.
+        """Return how many pages of the document are in the store, counted from its beginning without a gap.
 
         If all pages are in the store and the engine is not reading the document, set the state to ``ready``. The
         pages may also have been stored while the engine answered a question.
@@ -358,8 +358,9 @@ class Readings:
     def remove(self, document: Document) -> None:
         """Remove a document and evict its pages, except pages shared with other documents of the tenant.
 
-        If the document is still being read, the read is cancelled. Running questions about it fail. Waits until
-        the pages have been erased from disk, so that they are not found again after a restart.
+        If the engine is still reading the document, the reading is cancelled. Running questions about the document
+        fail. This method waits until the pages have been erased from disk, so that they are not found again after a
+        restart.
 
         Raises:
             NotErasedError: Some pages could not be erased from disk. The document is kept.
@@ -417,5 +418,5 @@ class Readings:
                 self.of(document)
 
     def close(self) -> None:
-        """Make ``recall`` return after the document it is working on. Does not wait."""
+        """Make ``recall`` return once it has finished its current document. Does not wait."""
         self._closing.set()

@@ -1,8 +1,8 @@
 """The engine: a queue of requests, and the thread that runs the model for them.
 
 Requests start in arrival order. Running requests take turns: in each turn, the engine computes one chunk of a
-prompt or one token of an answer. Hints about waiting requests let the prefetcher read the requests' pages from
-disk before the requests start.
+prompt or one token of an answer. The engine sends hints about waiting requests, so that the prefetcher reads their
+pages from disk before they start.
 """
 
 # transformers leaves some functions untyped:
@@ -106,7 +106,10 @@ class Line:
         return found
 
     def drop_all(self) -> list[Asked]:
-        """Remove and return all requests, and withdraw their hints. Call this last, when the engine ends."""
+        """Remove and return all requests, and withdraw their hints.
+
+        This must be the last call, when the engine ends.
+        """
         found = list(self._line)
         self._line.clear()
         self._hints.close()
@@ -116,8 +119,8 @@ class Line:
 class Coming:
     """A lease on the cached pages of a request, taken only if at least one of them is on disk.
 
-    If all are in host memory or HBM, no lease is taken; the request's cache loads these pages later, layer by
-    layer. Call ``close`` to release the lease. Not thread-safe.
+    If all cached pages are in host memory or HBM, no lease is taken; the request's cache loads these pages later,
+    layer by layer. Call ``close`` to release the lease. Not thread-safe.
     """
 
     def __init__(self, store: TierStore, keys: Sequence[PageKey]) -> None:
@@ -146,7 +149,7 @@ class Coming:
 _ROOM_S = 0.1
 """Maximum time in seconds that a request waits for HBM pages to be saved, so that their slots become free.
 
-It is short because the engine's thread waits, so all other requests wait too.
+This time is short because the engine's thread waits, so all other requests wait as well.
 """
 
 
@@ -218,10 +221,10 @@ class Running:
     def _open(self) -> TierStoreCache:
         """Create the request's cache with the stored pages of the prompt, and release the lease that loaded them.
 
-        Tokens that the lease loaded from disk are counted for the tier in which it found them, not for HBM.
+        Tokens that the lease has loaded are counted for the tier in which the lease found them, not for HBM.
         """
         model = self._reader.model
-        # Convert with NumPy, because torch.tensor would take 40 ms for a tuple of 131,072 numbers.
+        # Convert with NumPy, because torch.tensor would take 40 ms for a tuple of 131,072 integers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
         self._cache = cache = TierStoreCache(
             self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
@@ -300,7 +303,7 @@ log = logging.getLogger("tierstore.serve.engine")
 
 
 class Ticket:
-    """A handle for a request that the engine has accepted. Thread-safe. It does not keep the prompt in memory."""
+    """A handle for a request that the engine has accepted. It does not keep the prompt in memory. Thread-safe."""
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
         self._cancelled, self._ended, self._wake = asked.cancelled, asked.ended, wake
@@ -324,10 +327,10 @@ class Ticket:
 class Engine:
     """Answers requests with one model and one store.
 
-    Requests start in arrival order, and at most ``max_active`` run at a time. A request starts when HBM has
-    slots for all pages that it and the running requests may need, so it never runs out of slots later. Running
-    requests take turns: in each turn, the engine computes one chunk of a prompt or one token of an answer. A
-    long prompt therefore does not block other answers. An attached prefetcher gets hints about waiting
+    Requests start in arrival order, and at most ``max_active`` run at a time. A request starts only when HBM has
+    slots for all pages that this request and the running requests may need, so a running request never runs out of
+    slots. Running requests take turns: in each turn, the engine computes one chunk of a prompt or one token of an
+    answer. A long prompt therefore does not block other answers. An attached prefetcher gets hints about waiting
     requests.
     """
 
@@ -348,7 +351,7 @@ class Engine:
             max_active: Maximum number of running requests.
             max_waiting: Maximum number of waiting requests.
             chunk: Maximum number of prompt tokens computed per step. While a step runs, all other requests wait.
-                None means 4,096 on a GPU and 256 on the CPU, just enough to keep the device busy.
+                None means 4,096 on a GPU and 256 on the CPU, which is just enough to keep the device busy.
         """
         self._reader, self._store = reader, store
         self._chunk = chunk or (_CPU_CHUNK if reader.model.device.type == "cpu" else _CARD_CHUNK)
@@ -368,7 +371,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Return whether the engine accepts requests. False after ``close``, or if the engine's thread has failed."""
+        """Return whether the engine accepts requests. False after ``close`` or if the engine's thread has failed."""
         return not self._closing
 
     @property
@@ -456,7 +459,7 @@ class Engine:
                     self._step(*each)
         except StoreClosed:
             log.warning("the engine stopped because the store was closed first")
-        except Exception:  # this is the outermost function of the thread, so nothing above it logs errors
+        except Exception:  # the outermost function of the thread: no caller would log errors
             log.exception("the engine stopped after an unexpected error")
         finally:
             with self._changed:
@@ -464,7 +467,7 @@ class Engine:
             self._end_all()
 
     def _await_work(self) -> bool:
-        """Move new requests to the queue. If the engine has no other work, wait for one.
+        """Move new requests to the queue. If the engine has no other work, wait for a request.
 
         If all running requests wait for pages from disk, wait 2 ms. Return False when the engine is closing.
         """
@@ -513,7 +516,7 @@ class Engine:
         self._guarded(asked, step)
 
     def _guarded(self, asked: Asked, work: Callable[[], None]) -> None:
-        """Call ``work`` for one request. If it raises an exception, fail this request and no other."""
+        """Call ``work`` for one request. If it raises an exception, only this request fails."""
         try:
             work()
         except TierStoreError as error:

@@ -26,7 +26,7 @@ _MOST_SHOWN = 1000
 class FaultError(Exception):
     """Raised by an endpoint to send an error response.
 
-    ``status`` is the HTTP status, ``param`` the name of the request field at fault, and ``code`` a
+    ``status`` is the HTTP status, ``param`` is the name of the request field at fault, and ``code`` is a
     machine-readable error code.
     """
 
@@ -58,7 +58,7 @@ def error_body(
 ) -> dict[str, dict[str, str | None]]:
     """Return the JSON body of an error response. The field ``type`` is derived from the status.
 
-    ``message`` and ``param`` may contain text from the request. They are cut to 1,000 characters, and unpaired
+    ``message`` and ``param`` may contain text from the request. Each is cut to 1,000 characters, and unpaired
     surrogates are replaced by question marks.
     """
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
@@ -111,7 +111,7 @@ async def _not_valid(_: Request, error: Exception) -> Response:
 
 
 def _explained(detail: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the dotted name of the invalid field, or None for the whole body, and an error message.
+    """Return (field, message): the dotted name of the invalid field, or None for the whole body, and an error message.
 
     The message does not quote the invalid value, because it may be a prompt.
     """

@@ -13,10 +13,10 @@ OUTCOMES = ("done", "failed", "cancelled", "refused", "busy")
 
 
 class Figures:
-    """The metrics of one engine, in a Prometheus registry of their own. Thread-safe.
+    """The metrics of one engine, in a separate Prometheus registry. Thread-safe.
 
-    ``active`` and ``waiting`` are called at each scrape. They return the number of requests that are being
-    computed, and the number of requests in the queue.
+    ``active`` and ``waiting`` are called at each scrape. ``active`` returns the number of requests that are being
+    computed, and ``waiting`` the number of requests in the queue.
     """
 
     def __init__(self, active: Callable[[], int], waiting: Callable[[], int]) -> None:

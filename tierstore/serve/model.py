@@ -37,7 +37,7 @@ _ANSWER = "\nAnswer:"
 
 
 class Reader:
-    """A model and its tokenizer. Only the engine runs the model; the methods of this class are thread-safe."""
+    """A model and its tokenizer. Only the engine may run the model. The methods of this class are thread-safe."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Set the model to evaluation mode, and prepare a second tokenizer that ignores special tokens in texts.
@@ -58,7 +58,7 @@ class Reader:
         self.name = name
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self._lock = Lock()  # guards the tokenizer, because each call changes settings stored in it
+        self._lock = Lock()  # guards the tokenizer, because each call changes its settings
         self._plain: Tokenizer = deepcopy(tokenizer.backend_tokenizer)
         self._plain.encode_special_tokens = True  # a special token within a text is encoded as ordinary text
 
@@ -70,7 +70,7 @@ class Reader:
             folder: The directory, in the format of transformers.
             device: The device that runs the model, such as ``cuda:0``.
             dtype: The dtype of the weights. ``auto`` keeps the dtype in which they are stored.
-            name: The name under which clients request the model. By default the name of the directory.
+            name: The name under which clients request the model. By default, the name of the directory.
 
         Raises:
             ConfigError: transformers cannot load the model, or TierStore cannot serve it.
@@ -90,7 +90,7 @@ class Reader:
 
     @property
     def max_tokens(self) -> int:
-        """Return the context length from the model's configuration: the limit for prompt and answer together."""
+        """Return the context length from the model's configuration, which limits prompt and answer together."""
         return int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
 
     @property
@@ -111,7 +111,7 @@ class Reader:
         return self._tokens(text, special=True)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Render a conversation with the model's chat template, and tokenize it for the model to continue.
+        """Render a conversation with the model's chat template, and tokenize the result for the model to continue.
 
         Raises:
             RefusedError: The model has no chat template, or the template rejects the messages.
@@ -134,8 +134,8 @@ class Reader:
     def question(self, question: str) -> list[int]:
         """Tokenize the second part of a prompt about a document: the question and everything after it.
 
-        It is tokenized separately from the first part (see ``about``), so that the tokens of a document do not
-        depend on the question.
+        This part is tokenized separately from the first part (see ``about``), so that the tokens of a document do
+        not depend on the question.
         """
         _, after = self._around()
         return self._literally(question) + after

@@ -8,7 +8,7 @@ from typing import Literal
 FinishReason = Literal["stop", "length"]
 """Why an answer ended.
 
-``stop``: the model ended it, or a stop string occurred. ``length``: it has ``max_tokens`` tokens.
+``stop``: the model ended the answer, or a stop string occurred. ``length``: the answer has ``max_tokens`` tokens.
 """
 
 
@@ -53,7 +53,8 @@ class Usage:
     Attributes:
         prompt_tokens: Tokens in the prompt.
         completion_tokens: Tokens in the answer.
-        reused: Number of prompt tokens found in each tier, by the tier's name. The others were computed.
+        reused: Number of prompt tokens found in each tier, by the tier's name. All other prompt tokens were
+            computed.
         waited_s: Seconds from submission to the start of the request.
         ttft_s: Seconds from submission to the first token, or to the end of the prompt if ``max_tokens`` is 0.
         total_s: Seconds from submission to the end of the request.
@@ -74,7 +75,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Progress report: ``tokens`` tokens of the prompt have been reused or computed so far."""
+    """A progress report: ``tokens`` tokens of the prompt have been reused or computed so far."""
 
     tokens: int
 

@@ -1,7 +1,7 @@
 """The endpoints under ``/v1``.
 
-Three are OpenAI's: models, completions and chat completions. The others manage documents and answer questions
-about them.
+Three of them are those of OpenAI's API: models, completions and chat completions. The others manage documents and
+answer questions about documents.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from transformers import (
 from tierstore.serve.request import Sampling
 
 _COLDEST = 1e-5
-"""Lower temperatures are treated as 0, because the logits divided by them could overflow."""
+"""Lower temperatures are treated as 0, because dividing the logits by them could overflow."""
 
 
 class Sampler:
@@ -36,7 +36,8 @@ class Sampler:
             self._chance.seed()
         else:
             self._chance.manual_seed(sampling.seed)
-        # Warpers are called with the tokens so far. These three do not read them, so an empty tensor is enough.
+        # Warpers are called with the tokens so far. These three warpers do not read the tokens, so an empty tensor
+        # is enough.
         self._before: Any = torch.empty(1, 0, dtype=torch.long, device=device)
         self._warpers: Any = LogitsProcessorList()
         if not self._greedy:
@@ -77,7 +78,7 @@ class Spelling:
             stop: Strings that end the answer. Empty strings are ignored.
         """
         self._tokenizer = tokenizer.backend_tokenizer
-        # The tokenizers library's DecodeStream is not used. It repeats the prompt if that ends within a
+        # The tokenizers library's DecodeStream is not used. It repeats the prompt if the prompt ends within a
         # character, and fails if a character is followed by invalid bytes.
         self._before, self._new = list(prompt[-_CONTEXT:]), list[int]()
         self._stop = tuple(word for word in stop if word)
@@ -86,7 +87,7 @@ class Spelling:
         """Whether a stop string was found. If so, the answer is complete and ``add`` returns no more text."""
 
     def add(self, token: int) -> str:
-        """Append a token and return the text that can be sent now, possibly none.
+        """Append a token and return the text that can be sent now, which may be empty.
 
         Incomplete characters and text that may be the start of a stop string are held back.
         """
@@ -103,7 +104,7 @@ class Spelling:
         return text
 
     def _spelled(self, token: int) -> str:
-        """Append a token and return the characters that it completes, or "" if the last one is incomplete."""
+        """Append a token and return the characters that it completes, or "" if the last character is incomplete."""
         self._new.append(token)
         before = self._tokenizer.decode(self._before)
         text = self._tokenizer.decode(self._before + self._new)

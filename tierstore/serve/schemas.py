@@ -1,8 +1,8 @@
 """Schemas of request bodies: OpenAI's completions and chat completions, documents, and questions.
 
 An OpenAI field that this server does not support is accepted only with a value that requests nothing
-(``n: 1``, ``tools: []``, null). Other values are rejected with an error that names the field, as are unknown
-fields. All supported fields have an effect, except ``user`` and ``safety_identifier``, which are only labels.
+(``n: 1``, ``tools: []``, null). Other values and unknown fields are rejected with an error that names the field. All
+supported fields have an effect, except ``user`` and ``safety_identifier``, which are only labels.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Unsupported fields, each with its accepted values other than null. These values request nothing."""
+    """Unsupported fields, each with the values that are accepted besides null. These values request nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class Strict(BaseModel):
             return given
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
-            # Compare the types too: in Python, True == 1.
+            # Compare the types, too, because True == 1 in Python.
             if value is not None and (type(value), value) not in [(type(n), n) for n in neutral]:
                 allowed = " or ".join([*map(json.dumps, neutral), "null"])
                 raise _refused(name, f"is not supported here and must be {allowed}")
@@ -128,7 +128,7 @@ class Choosing(Strict):
     stop: Stop | None = None
 
     def sampling(self, temperature: float = 1.0) -> Sampling:
-        """Return the sampling settings. ``temperature`` is used if the request does not set its own."""
+        """Return the sampling settings. ``temperature`` is the default for requests that do not set one."""
         return Sampling(
             temperature=temperature if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -183,7 +183,7 @@ class CompletionRequest(Completing):
         match self.prompt:
             case [str() | list() as only]:
                 return only
-        return self.prompt  # type: ignore[return-value]  # _one_prompt has rejected several prompts
+        return self.prompt  # type: ignore[return-value]  # _one_prompt has rejected lists of several prompts
 
 
 class TextPart(Strict):
@@ -201,7 +201,7 @@ Content = Annotated[
 
 
 class Message(Strict):
-    """A chat message. Its content is text, or a list of text parts, which are joined by line breaks."""
+    """A chat message. Its content is a text or a list of text parts, which are joined by line breaks."""
 
     NEUTRAL = {
         "annotations": ([],),

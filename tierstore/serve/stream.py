@@ -70,20 +70,20 @@ class Listener:
         self._ticket.cancel()
 
     def withdraw(self) -> None:
-        """Cancel the request, and send its client the error that the document was deleted. Thread-safe."""
+        """Cancel the request, and tell its client in an error that the document was deleted. Thread-safe."""
         self._ticket.cancel()
         with suppress(RuntimeError):  # the event loop is closed, so nobody receives the answer
             self._loop.call_soon_threadsafe(self._events.put_nowait, Failed(DELETED))
 
     def wait(self) -> None:
-        """Wait up to 30 s until the request has finished and the engine stores no more of its pages.
+        """Wait up to 30 s until the request has finished and the engine stores no more pages for it.
 
         This blocks the calling thread. Do not call it in the event loop.
         """
         self._ticket.wait()
 
     async def first(self) -> None:
-        """Wait for the first piece of the answer, or for its end. Iteration still begins with this piece or end.
+        """Wait for the first piece of the answer, or for its end. Iteration still yields this piece or end first.
 
         Raises:
             FailedError: The request failed before the first piece.
@@ -126,7 +126,7 @@ class Shape(Protocol):
         """Return the JSON object for a complete answer."""
 
     def opening(self) -> Iterator[bytes]:
-        """Yield the frames that come before the first piece, if any."""
+        """Yield the frames that come before the first piece, if there are any."""
 
     def piece(self, text: str) -> bytes:
         """Return the frame that contains one piece of the answer."""
@@ -322,8 +322,8 @@ class Chat(Completion):
 class About:
     """The format of an answer about a document.
 
-    ``waited_s`` is the time in seconds from the arrival of the question to its submission to the engine, mostly
-    spent waiting until the document was read. All times in the answer include it.
+    ``waited_s`` is the time in seconds from the arrival of the question to its submission to the engine. Most of it
+    is spent waiting for the document to be read. All times in the answer include ``waited_s``.
     """
 
     waited_s: float = 0.0
