@@ -151,8 +151,8 @@ class OwnSlots:
         """Take ``n`` slots in chunks. If fewer are available, give back those taken and try to free more.
 
         Returns:
-            A pair: the ``n`` slots, or an empty list if fewer are available; and whether this call freed slots
-            for another attempt, which is False if it returns ``n`` slots.
+            ``(slots, made_room)``: the ``n`` slots and False, or, if fewer were available, an empty list and
+            whether more slots are available now than before the attempt to free some.
         """
         slots: list[int] = []
         made_room = False

@@ -83,7 +83,8 @@ def core(
         int, typer.Option(min=1, help="Pages to put while lock hold times are measured.")
     ] = 10_000,
     records: Annotated[
-        int, typer.Option(min=1, help="Resident pages whose memory is counted, and records of the catalogue.")
+        int,
+        typer.Option(min=1, help="Resident pages whose memory is measured, and records in the catalogue."),
     ] = 1_000_000,
     restored: Annotated[
         int, typer.Option("--restore-pages", min=1, help="Pages of 16 tokens to restore without a GPU.")
@@ -289,7 +290,7 @@ def copy(
     codec: Annotated[
         str,
         typer.Option(
-            help="A host.codec: compare pages encoded with it with plain pages. Page sizes must be "
+            help="Codec of host memory (host.codec): compare encoded pages with plain pages. Page sizes must be "
             "multiples of 128 KiB, whole tokens of an 8B model."
         ),
     ] = "",
@@ -491,11 +492,11 @@ def codec(
     ] = None,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or folders to use instead of three licence texts of this machine."),
+        typer.Option(help="Text files or folders to use instead of three licence texts from this machine."),
     ] = None,
     texts: Annotated[
         int,
-        typer.Option(min=1, help="Number of texts; above 3, more licence texts of this machine are used."),
+        typer.Option(min=1, help="Number of texts; above 3, more licence texts from this machine are used."),
     ] = 3,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of each text whose KV is encoded.")] = 2048,
     following: Annotated[
@@ -689,7 +690,9 @@ def overlap(
         str, typer.Option(help="Compute times as multiples of the copy time, separated by commas.")
     ] = "0.8,1,1.25",
     matrix: Annotated[int, typer.Option(min=8, help="Side of the square matrices to multiply.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, or pairs; the median is reported.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of measurements of each kind; the median is reported.")
+    ] = 5,
     read: Annotated[
         str, typer.Option(help="Bytes read and written by the kernels that run during copies.")
     ] = "4GiB",
@@ -886,7 +889,7 @@ def ttft(
     chunk: Annotated[
         str,
         typer.Option(
-            help="Tokens to compute at a time if nothing is stored; several sizes separated by commas. "
+            help="Tokens to compute at a time if nothing is stored. Separate several sizes with commas. "
             "Default: 65536, or 16384 if the device lacks the memory."
         ),
     ] = "",

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def plan(
     config: Annotated[Path, typer.Option(help="Configuration file.")],
     model: Annotated[str, typer.Option(help="Folder with a config.json, or the name of a known model.")],
-    dtype: Annotated[str | None, typer.Option(help="dtype of the pages. Default: the model's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the pages. Default: the dtype of the model.")
+    ] = None,
     page_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens per page, instead of the configuration's page_size.")
     ] = None,

@@ -39,7 +39,7 @@ def replay(
     model: Annotated[
         str,
         typer.Option(
-            help="Folder with a config.json, or the name of a known model: it decides the size of a page."
+            help="Folder with a config.json, or the name of a known model. Determines the page size."
         ),
     ] = "llama-3.1-8b",
     capacity: Annotated[
@@ -58,7 +58,9 @@ def replay(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Take tiers, policies and admission from this file instead of the options."),
+        typer.Option(
+            help="Configuration file that sets tiers, policies and admission, instead of the options."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a plot of hit rate against capacity.")] = None,
     bounds: Annotated[

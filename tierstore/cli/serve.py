@@ -51,7 +51,7 @@ class Limits:
 def serve(
     config: Annotated[
         Path,
-        typer.Option(help="Configuration of the store, a YAML file. The model also runs on its hbm.device."),
+        typer.Option(help="YAML file with the store's configuration. The model also runs on hbm.device."),
     ],
     model: Annotated[str, typer.Option(help=ALLOWED)],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -70,14 +70,14 @@ def serve(
     for_all: Annotated[
         bool, typer.Option("--open", help="Without --keys, answer anyone who can reach the address.")
     ] = False,
-    max_active: Annotated[int, typer.Option(min=1, help="Requests to compute at a time.")] = 4,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 64,
-    dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as stored.")] = Dtype.auto,
+    max_active: Annotated[int, typer.Option(min=1, help="Maximum number of running requests.")] = 4,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto keeps it as stored.")] = Dtype.auto,
     threads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Threads that one operation on the CPU uses. Default: the number of cores that are free now.",
+            help="Number of threads for an operation on the CPU. Default: the number of cores that are free now.",
         ),
     ] = None,
     as_json: Json = False,

@@ -26,7 +26,7 @@ def compare(
     ] = None,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or folders to read instead of licence texts of this machine."),
+        typer.Option(help="Text files or folders to read instead of licence texts from this machine."),
     ] = None,
     place: Annotated[
         Path | None,
@@ -114,7 +114,7 @@ def hints(
     docs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text files to use as documents of a real model. Default: licence texts of this machine."
+            help="Text files to use as documents of a real model. Default: licence texts from this machine."
         ),
     ] = None,
     place: Annotated[

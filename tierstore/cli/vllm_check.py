@@ -89,7 +89,7 @@ def version(package: Path) -> Check:
 
 
 def hooks(name: str, theirs: Class | None, ours: Class, where: str) -> Iterator[Check]:
-    """Check that TierStore's class ``ours`` has the methods that vLLM calls, and that they accept its arguments.
+    """Check that TierStore's class ``ours`` has the methods that vLLM calls, with parameters that fit.
 
     Args:
         name: What the class implements, for the output.

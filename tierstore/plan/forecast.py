@@ -236,8 +236,8 @@ def page_layout(
     Args:
         config: The configuration.
         model: The model.
-        page_size: Number of tokens per page. None means the page size of the configuration, or PAGE_SIZE if
-            that has none.
+        page_size: Number of tokens per page. None means the page size of the configuration, or PAGE_SIZE if the
+            configuration sets none.
         dtype: The dtype of the pages. None means the model's own dtype.
 
     Raises:
@@ -320,8 +320,8 @@ def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, throug
     All pages are in ``tier``. The result is None if a rate is unknown.
 
     If pages from NVMe pass through host memory, the result is the sum of the times of reading and of copying.
-    The two overlap batch by batch, but they compete for the CPU's cores. On two cores, the measured time was
-    closer to the sum than to the longer of the two times.
+    Reading and copying overlap batch by batch, but compete for the CPU's cores. On two cores, the measured time
+    was closer to the sum than to the longer of the two times.
     """
     if tier == Tier.HBM:
         return 0.0
@@ -371,7 +371,7 @@ def _of_tiers(found: Sizes) -> Iterator[str]:
     nvme = found.of(Tier.NVME)
     above = sum(size.pages or 0 for size in found.tiers if size.tier < Tier.NVME)
     if nvme is not None and nvme.pages is not None and nvme.pages < above:
-        yield f"NVME holds {nvme.pages} pages, the tiers above it hold {above}, so not all of them can be saved"
+        yield f"NVME holds {nvme.pages} pages, but the tiers above it hold {above}, so not all of these can be saved"
 
 
 def _of_documents(documents: Sequence[Document], layout: PageLayout, found: Sizes) -> Iterator[str]:

@@ -50,10 +50,10 @@ class Prefill:
     """Quantities that determine how many operations the prefill of a prompt takes.
 
     Attributes:
-        weights: Number of weights that each token is multiplied by, over all layers. Of the experts, only
-            the chosen ones are counted.
+        weights: Number of weights that each token is multiplied by, over all layers. Only the weights of the
+            chosen experts are counted.
         head: Number of weights of the output layer, which is computed for the last token only.
-        score: Number of elements in a query plus the number in a value, over all heads of a layer.
+        score: Number of elements in a query plus number of elements in a value, over all heads of a layer.
         windows: Attention window of each layer in tokens, or None if the layer attends to all tokens.
         hidden: Number of rows of a typical weight matrix.
         inner: Number of columns of a typical weight matrix.
@@ -159,7 +159,7 @@ _OTHER_CACHES = {
     "global_head_dim": "layers with heads of different sizes",
     "num_global_key_value_heads": "layers with different numbers of heads",
     "swa_num_key_value_heads": "layers with different numbers of heads",
-    "index_head_dim": "an index of its own beside the latents",
+    "index_head_dim": "a separate index in addition to the latents",
     "is_encoder_decoder": "an encoder",
 }
 """Config fields of models whose cache cannot be stored as pages, each with the feature that prevents it."""
@@ -198,7 +198,7 @@ class Geometry:
     def specs(self, page_size: int, dtype: str | None = None) -> tuple[PageSpec, ...]:
         """Return the specification of each KV group, for pages of ``page_size`` tokens.
 
-        If only some layers have a window, these layers form a group of their own.
+        If only some layers have a window, these layers form a separate group.
 
         Args:
             page_size: Number of tokens per page.
@@ -287,8 +287,8 @@ def read_model(model: str) -> Geometry:
     """Return the geometry of a model.
 
     Args:
-        model: A folder with a config.json, the path of such a file, or the name of a known model. Upper and
-            lower case in a name are equivalent.
+        model: A folder with a config.json, the path of such a file, or the name of a known model. Names are
+            case-insensitive.
 
     Raises:
         ConfigError: The name is unknown (the message suggests similar names), the config cannot be read, or the

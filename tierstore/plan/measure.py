@@ -1,8 +1,8 @@
 """Measurements of this machine: copies from host memory to HBM, reads from disk, and matrix multiplications.
 
-Each function returns a rate and a note saying how it was measured, or why it could not be. A measurement
-takes at most a few seconds, and at most a few hundred megabytes of memory or disk space. The temporary file has
-no name, so the system deletes it even if the process is killed.
+Each function returns a rate and a note that says how the rate was measured, or why it could not be measured. A
+measurement takes at most a few seconds, and at most a few hundred megabytes of memory or disk space. The
+temporary file has no name, so the system deletes it even if the process is killed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ with a matrix of an 8B model took 9 s there.
 """
 
 _RUNS = 10
-"""Maximum number of runs of a measurement. Of many short runs, at least one is likely to be undisturbed."""
+"""Maximum number of runs of a measurement. If there are many short runs, at least one is likely to be undisturbed."""
 
 _PASSES = 3
 _READERS = 2
-"""Number of reading threads, the same as in a store by default."""
+"""Number of reader threads, as in a store by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A rate of this machine.
 
-    ``per_s`` is in bytes, tokens or operations per second, or None if the rate is unknown. ``how`` says how it
-    was measured, or why it was not.
+    ``per_s`` is in bytes, tokens or operations per second, or None if the rate is unknown. ``how`` says how the
+    rate was measured, or why it was not.
     """
 
     per_s: float | None

@@ -83,7 +83,7 @@ _HALF_LIFE = 1 << 13
 _HORIZON = 4096
 """Number of puts over which too many or too few writes are compensated.
 
-Missing writes are made up for only up to a quarter of this number.
+Missing writes are compensated only up to a quarter of this number.
 """
 _FEW = 32
 """Weight, in pages, of the initial assumption that a kind of pages pays off as often as the average."""
@@ -107,8 +107,8 @@ class Cost:
     use. Kinds that pay off much less often than the average are never written. Nothing is written before the
     first page has been needed from disk: while all requested pages are in memory, writes do not pay off.
 
-    The cost of computing a page again is not considered. Late pages of a sequence cost most, but they belong
-    to long documents, which are rarely requested again.
+    The cost of computing a page again is not considered. The last pages of a long sequence cost the most, but
+    they belong to long documents, which are rarely requested again.
     """
 
     def __init__(self, history: History) -> None:

@@ -102,7 +102,7 @@ def doubling_depth(spec: PageSpec) -> float:
     """Return how many pages must precede a page for it to cost twice as much to compute as the first page.
 
     In a model with ``L`` layers of width ``d``, computing a token takes about ``24 L d^2`` operations for the
-    layers, and ``4 L d t`` operations for attention to the ``t`` tokens before it. Both are equal at
+    layers, and ``4 L d t`` operations for attention to the ``t`` tokens before it. The two numbers are equal at
     ``t = 6 d``. The width of the model is assumed to be that of the queries.
     """
     width = spec.num_kv_heads * spec.head_dim * (_QUERY_HEADS if spec.kind == "mha" else 1)

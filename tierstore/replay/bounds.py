@@ -109,7 +109,7 @@ _VERSION = 1
 
 
 def user_folder() -> Path | None:
-    """Return the folder for files with bounds of the current user, or None if the user has no home directory."""
+    """Return the current user's folder for files with bounds, or None if the user has no home directory."""
     try:
         return Path.home() / ".cache" / "tierstore" / "bounds"
     except RuntimeError:

@@ -192,8 +192,8 @@ class Row:
     of the trace. ``optimal_hit_rate`` is the same for the bound, a cache with the capacity of all tiers together
     (``capacity_bytes``) that knows the future. Bytes are counted over the whole trace. ``too_long`` is the number
     of requests that the replay skipped because they have more pages than HBM; the bound includes them.
-    ``seconds`` is the elapsed time of the replay, not including that of computing the bound. ``pages_per_second``
-    is the number of pages requested in the whole trace, divided by ``seconds``.
+    ``seconds`` is the elapsed time of the replay, without the time for computing the bound.
+    ``pages_per_second`` is the number of pages requested in the whole trace, divided by ``seconds``.
     """
 
     trace: str
