@@ -429,7 +429,7 @@ def _rows(library: Library, source: Tier, rounds: int) -> list[HintRow]:
 def _shelf(
     model: str, device: str, documents: int, layers: int, docs: list[Path] | None, scratch: Path
 ) -> Shelf:
-    """Return a function that creates a library, whose store has no tier below the one that the documents are in."""
+    """Return a function that creates a library whose store has no tier below the one that holds the documents."""
 
     def opened(spec: PageSpec, pages: int, source: Tier) -> TierStore:
         place = scratch / source.name if source.name == "NVME" else None

@@ -154,7 +154,7 @@ class _Lane:
 
 
 class Simulation:
-    """A simulated engine with the connector's real scheduler half, or, for the contender "compute", without one."""
+    """A simulated engine with the connector's real scheduler half. The contender "compute" has no connector."""
 
     def __init__(self, machine: Machine, workload: Workload, contender: Contender) -> None:
         self.now = 0.0

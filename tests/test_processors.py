@@ -1,4 +1,4 @@
-"""Test how many threads torch uses: the cores that affinity, quota and load leave, unless the user sets a number."""
+"""Test how many threads torch uses: one per core that affinity, quota and load leave, unless the user sets a number."""
 
 from __future__ import annotations
 

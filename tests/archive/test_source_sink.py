@@ -1,4 +1,4 @@
-"""Test calls that run ahead: results in order, a limit on running calls, and none running once the consumer stops."""
+"""Test calls that run ahead: results in order, a limit on running calls, and no running call after the consumer ends."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ ON_DISK = [
 def test_no_container_of_the_store_grows_with_the_number_of_calls(
     work: Callable[[Bench, int], None], disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # F097: what the store remembers (why pages were dropped, hints) is bounded. The test lowers the bounds.
+    # F097: the store remembers a limited number of hints and of dropped pages. The test lowers the limits.
     monkeypatch.setattr("tierstore.directory.eviction._REMEMBERED", 20)
     monkeypatch.setattr("tierstore.directory.hints.MAX_REQUESTS", 20)
     bench = open_bench(tiers(12, 12, tmp_path if disk else None, nvme_pages=20), SPEC)

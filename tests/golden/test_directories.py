@@ -33,7 +33,7 @@ from tests.golden.trees import load, require_same
 LOSSLESS = [case for case in CASES if case.codec in ("none", "exp")]
 IDS = [case.name for case in CASES]
 HEAD = struct.Struct("<8sHBBIQQ32s36s36sQ")
-"""Magic, version, codec, has a parent, 0, lengths of page and payload, fingerprint, key, parent, generation."""
+"""Magic, version, codec, has-parent flag, 0, lengths of page and payload, fingerprint, key, parent, generation."""
 HEAD_NBYTES = 4080
 
 

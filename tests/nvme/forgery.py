@@ -47,7 +47,7 @@ def head_of(record: Record) -> record_format.Head | None:
 def overwrite(
     home: Path, name: PageKey, payload: Record, changed: Callable[[Record, record_format.Head], Record]
 ) -> int:
-    """Replace every copy on disk of the record of ``name`` with the result of ``changed``, cut to the old length.
+    """Replace every on-disk copy of the record of ``name`` with the result of ``changed``, cut to the old length.
 
     Returns the number of copies.
     """

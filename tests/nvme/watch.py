@@ -19,7 +19,7 @@ Block = tuple[int, int]
 
 
 class Calls:
-    """Replaces ``os`` in a module under test. The given calls are the test's own; all others are the system's."""
+    """Replaces ``os`` in a module under test. The test provides the given calls; all others are the system's."""
 
     def __init__(self, **calls: Callable[..., Any]) -> None:
         self._calls = calls

@@ -1,4 +1,4 @@
-"""Tests of the upper bound on hits, a cache that knows the future, and of the file that keeps bounds between runs."""
+"""Tests of the upper bound on hits (a cache that knows the future), and of the file that keeps bounds between runs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Hybrid:
         options = {"skip_tokenizer_init": True, **hybrids.OPTIONS.get(name, {})}
         self.engines = Engines(python, hybrids.save(name, home / "model"), home / "lives", options)
         self.unit = hybrids.BLOCKS[name]
-        # They end shortly before the end of a block, so an answer needs one block more and may be preempted.
+        # Prompts end shortly before the end of a block, so an answer needs one more block and may be preempted.
         self.prompts = tiny_model.prompts(4, -(-300 // self.unit) * self.unit - 10)
         self.turns = tiny_model.prompts(12, 200)[8:]
 
