@@ -1,4 +1,4 @@
-"""Test calls that run ahead: results in order, a limit on running calls, and no running call after the consumer ends."""
+"""Test calls that run ahead: ordered results, a limit on running calls, and no call running after the consumer ends."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_pages_without_pieces_are_launched_in_large_batches_ahead(
 
 
 def require_all_right(kernels: ModuleType) -> None:
-    """Assert that pages of even and odd length are decoded correctly by layer group. Invalid payloads must be flagged."""
+    """Assert that pages of even and odd length are decoded correctly by layer group. Invalid payloads are flagged."""
     for name, tokens in (("int8", 16), ("k8v4", 15), ("int4-64", 15)):
         layout = PageLayout.of(spec_of("bfloat16", 3, tokens, 1, 64))
         bench = Bench(
