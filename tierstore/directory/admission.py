@@ -3,8 +3,8 @@
 A page is kept off disk for one of three reasons: a caller put it with ``memory_only``, the admission policy
 has refused it so far, or the tier below memory was opened read-only. A caller's restriction lasts as long as
 any copy of the page exists. It ends early if the page, or a page after it, is put without ``memory_only``,
-because that put is about the same tokens. As a result, a page that may be stored never follows a page that
-may not.
+because that put covers the same tokens. As a result, a page that may be stored never follows a page that must
+not be stored.
 
 The policy decides only about pages that would be written automatically. ``demote``, ``flush`` and ``close``
 write pages regardless of the policy. These writes count against the daily budget, too.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MemoryOnly:
-    """Those pages of a store that must not be written below memory. Only residency and admission change this set."""
+    """The pages of a store that must not be written below memory. Only residency and admission change this set."""
 
     def __init__(self, hierarchy: Hierarchy, lineage: Lineage) -> None:
         self.lowest = hierarchy.lowest

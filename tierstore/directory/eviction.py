@@ -516,7 +516,7 @@ class Space:
         self._residency.dropped.append(self._residency.evict(key, tier))
 
     def _drop_mirrored_leaf(self, tier: Tier, below: Tier, spared: PageKey | None) -> None:
-        """Drop the last page of a sequence from ``tier`` and ``below``, to make space in both.
+        """Drop the last page of a sequence from ``tier`` and ``below``, to make space in both tiers.
 
         An earlier page can then be saved instead. ``spared`` is not dropped.
         """

@@ -114,12 +114,12 @@ def _check_queues(residency: Residency, tier: Tier, table: TierTable) -> None:
             droppable.add(key)
         if key in dirty and (residency.where(key) != tier or not residency.lineage.has_children(key)):
             leaves.add(key)
-    _require(set(table.droppable) == droppable, f"{tier.name}: the queue droppable has wrong pages")
-    _require(set(table.dirty) == dirty, f"{tier.name}: the queue dirty has wrong pages")
-    _require(set(table.mirrors) == mirrors, f"{tier.name}: the queue mirrors has wrong pages")
+    _require(set(table.droppable) == droppable, f"{tier.name}: the queue droppable contains the wrong pages")
+    _require(set(table.dirty) == dirty, f"{tier.name}: the queue dirty contains the wrong pages")
+    _require(set(table.mirrors) == mirrors, f"{tier.name}: the queue mirrors contains the wrong pages")
     fleeting = {key for key in leaves if key in residency.memory_only}
-    _require(set(table.fleeting) == fleeting, f"{tier.name}: the queue fleeting has wrong pages")
-    _require(set(table.leaves) == leaves, f"{tier.name}: the queue leaves has wrong pages")
+    _require(set(table.fleeting) == fleeting, f"{tier.name}: the queue fleeting contains the wrong pages")
+    _require(set(table.leaves) == leaves, f"{tier.name}: the queue leaves contains the wrong pages")
 
 
 def _check_lineage(residency: Residency) -> None:

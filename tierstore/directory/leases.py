@@ -67,7 +67,7 @@ class LeaseRecord:
     told: bool = False
     """Whether the caller may be reading the slots already.
 
-    This is the case once ``ready`` or ``wait(written=False)`` has returned before all pages were there.
+    This is the case once ``ready`` or ``wait(written=False)`` has returned before all pages had arrived.
     """
     never_written: Event | None = None
     """The event of a page that was put with the lease and never written, because the event's device failed.
@@ -276,7 +276,7 @@ class Leases:
     def release_some(self, lease: LeaseRecord, limit: int) -> bool:
         """Remove up to ``limit`` pins of a lease that is being released, last pages first.
 
-        Loads that no lease needs any more continue, as long as HOST has free slots for them.
+        A load that no lease needs any more still continues if HOST has a free slot for it.
 
         Returns:
             Whether any pins are left.

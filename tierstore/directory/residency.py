@@ -47,7 +47,7 @@ _RUN = 128
 class Dead:
     """A quarantined slot.
 
-    ``holders`` is the number of pins and transfers that may still read or write it. ``key`` is None if the
+    ``holders`` is the number of pins and transfers that may still read or write the slot. ``key`` is None if the
     slot was owned by a caller.
     """
 

@@ -276,7 +276,7 @@ class WriteBack:
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
         """Record that a copy from ``src`` to a lower tier failed.
 
-        The page is still in ``src``, and the next timed spill tries to save it again.
+        The page is still in ``src``. If timed spills save pages from ``src``, the next spill retries this page.
         """
         self.space.failing.add(dst)
         if src == self._spill_from and self._tables[src].ready(key):

@@ -213,7 +213,7 @@ class Pace:
     enough: int = 64 << 20
     """While at least this much is in flight, a launch may wait for more transfers that need its layer group."""
     behind: int = 256 << 20
-    """The lane's thread launches if less than this is in flight and the engine was not called for 10 ms.
+    """The lane's thread launches if less than this is in flight and the engine has not been called for 10 ms.
 
     If less than a quarter of this is in flight, callers do not keep the link busy. The thread then launches
     even if the engine was just called, but not within 5 ms after a transfer was added.

@@ -73,8 +73,8 @@ class HbmDevice(Protocol):
         The store overwrites the slots only after this event.
 
         Args:
-            after: An event of the caller's that completes after the last use. None if the last use is part of
-                the work launched so far on the caller's current stream.
+            after: An event that completes after the last use, passed by the caller. None if the last use is part
+                of the work launched so far on the caller's current stream.
         """
         ...
 

@@ -31,10 +31,11 @@ class EnginePages:
             tensor per run (see below). Strides are arbitrary, but no two slots or elements may share memory.
         layout: One letter per dimension. B: slot (the engine's block). L: layer. K: key/value plane; omitted
             if pages have only one plane. N: token within the page. H: head. D: head_dim. C: K and D merged,
-            first all elements of the key, then all of the value. Examples: "BLKNHD" is the store's own
-            page-major layout, "KBNHD" and "BKNHD" are layer-major, and "BHNC" is vLLM's view for any physical
-            order. "BX" is for pages of kind "state" with one layer and one head. Each tensor then has one run
-            of the page's elements. X is the run's length, and a page contains the runs one after another.
+            first all elements of the key, then all elements of the value. Examples: "BLKNHD" is the store's
+            own page-major layout, "KBNHD" and "BKNHD" are layer-major, and "BHNC" is vLLM's view for any
+            physical order. "BX" is for pages of kind "state" with one layer and one head. Each tensor then
+            contains one run of each page's elements, with X elements. A page consists of the runs of all tensors,
+            one after another.
     """
 
     tensors: Sequence[torch.Tensor]

@@ -138,7 +138,7 @@ class RowCoder(Protocol):
     """
 
     def begin(self, slots: NDArray[np.int64], card: Card) -> Batch:
-        """Return a batch for these slots. Copies the slots to the device if the coder reads them there."""
+        """Return a batch for these slots. Copies the slot numbers to the device if the coder reads them there."""
         ...
 
     def decode(self, share: Share) -> None:
@@ -207,7 +207,7 @@ class ByPieces:
 class ByLayers:
     """A ``RowCoder`` that moves bytes unchanged with torch's kernels, in one or two launches per layer.
 
-    It supports any strides and only needs torch.
+    It supports any strides and needs only torch.
     """
 
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]], layout: PageLayout) -> None:

@@ -7,10 +7,10 @@ multiply-add would not.
 ``measure``, ``pack``, ``expand`` and ``keep`` work on payloads in device memory. ``fetch`` decodes payloads
 directly in mapped host memory, with the same results as ``expand``.
 
-A program processes some elements of one layer and plane of one page. Element i of ``[tokens, heads, dim]`` is
-``place_of(i)`` elements after the plane's first element, which is ``slot * SLOT + deltas[layer] + plane *
-PLANE`` elements after ``words``. Payloads are ``PAYLOAD`` bytes apart. ``halves`` and ``codes`` both point to
-the first payload, as pointers to int16 and to uint8.
+At any time, a program processes elements of one layer and plane of one page. Element i of ``[tokens, heads, dim]``
+is ``place_of(i)`` elements after the plane's first element, which is ``slot * SLOT + deltas[layer] + plane *
+PLANE`` elements after ``words``. Payloads are ``PAYLOAD`` bytes apart. ``halves`` (a pointer to int16) and
+``codes`` (a pointer to uint8) both point to the first payload.
 """
 
 # mypy: ignore-errors
