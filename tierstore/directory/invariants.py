@@ -23,7 +23,7 @@ class Pending(Protocol):
 
     @property
     def writing(self) -> Sequence[tuple[Sequence[PageKey], Sequence[int]]]:
-        """Pages that were put and whose bytes are not written yet, with their slots. Each is pinned."""
+        """Pages that were put and whose bytes are not written yet, with their slots. Each page is pinned."""
         ...
 
     @property

@@ -58,7 +58,7 @@ class LeaseRecord:
     It is -1 if a page that was put with the lease is inexact.
     """
     held: list[tuple[PageKey, int]] = field(default_factory=list)
-    """Pages that were put with this lease, and their slots."""
+    """The pages that were put with this lease, each with its slot."""
     complete: bool = False
     """Whether no further page will be added."""
     cut: bool = False
@@ -178,9 +178,9 @@ class Leases:
                     lease.waiting.discard(index)
 
     def cut_replaced(self) -> None:
-        """Truncate each lease whose caller may be reading a page's old slot, which ``moved`` has replaced.
+        """Truncate the leases for which ``moved`` replaced a slot that their callers may be reading.
 
-        The lease is truncated before that page.
+        Each lease is truncated before the page of that slot.
         """
         for lease, index in self._replaced:
             self.cut(lease, index, "replaced")

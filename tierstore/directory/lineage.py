@@ -188,7 +188,7 @@ class Orphans:
         return parent is not None and (parent in self._unreachable or not self._pages.held(parent))
 
     def begin(self, key: PageKey, parent: PageKey | None) -> None:
-        """Set the state of a page that is in no tier and whose first copy is about to be started."""
+        """Set the state of a page that is in no tier and is about to get its first copy."""
         if self.after(parent):
             self._unreachable.add(key)
 

@@ -190,13 +190,13 @@ class Loads:
             self._residency.fail(key, Tier.HBM, slot)
 
     def late(self, key: PageKey, slot: int) -> None:
-        """End a load whose transfer takes too long. The slot still belongs to the transfer."""
+        """End the load into this HBM slot, because its transfer takes too long. The transfer keeps the slot."""
         load = self.by_slot.pop(slot)
         self._residency.abort(key, Tier.HBM)
         self.ended.append((load, False))
 
     def cancel(self, slot: int) -> Load:
-        """Remove and return a load whose HBM copy was aborted or replaced while it was in flight."""
+        """Remove and return the load into this HBM slot, because it was aborted, abandoned or replaced."""
         load = self.by_slot.pop(slot)
         if not load.submitted:
             waiting = self.promoting[load.key]

@@ -723,7 +723,7 @@ class Residency:
         return found
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
-        """End the copy of a page whose bytes did not arrive. Nothing writes its slot any more."""
+        """End the copy of a page whose bytes did not arrive. Nothing writes to the slot of that copy any more."""
         table = self.tables[dst]
         copy = table.copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:

@@ -282,7 +282,7 @@ class OutgoingPages:
         self.num_forgotten = 0
         """Number of pages given up by ``forget``, since this was last reset."""
         self._forgotten: set[int] = set()
-        """Slots whose pages ``forget`` dropped and that are not reported yet."""
+        """Slots whose pages ``forget`` has given up, until the slots are reported."""
         self._slots: dict[int, PageKey | None] = {}
         """Slots that the store may read. The value is the key of the page, or None if it is memory-only."""
         self._queue: deque[_Page] = deque()
@@ -412,7 +412,8 @@ class OutgoingPages:
         If a prompt does not fit into the tiers, its beginning is kept: a page is given up if its own parent is the
         only page that could be evicted to make space for it. Later pages then displace nothing, because no request
         could reach them.
-        While the memory-only restriction of other pages is being lifted, no copy starts, because it might
+
+        No copy starts while the memory-only restriction of other pages is being lifted, because the copy might
         displace those pages before they are saved.
         """
         dst = self._space.below(Tier.HBM)

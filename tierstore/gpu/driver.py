@@ -191,7 +191,7 @@ class CudaPinner:
 _REFUSED = range(900, 909)
 """The error codes ``cudaErrorStreamCapture...``.
 
-CUDA rejects a query with one of these during a graph capture; the event itself has not failed.
+During a graph capture, CUDA rejects event queries with one of these codes, although the event has not failed.
 """
 
 

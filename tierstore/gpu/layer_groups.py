@@ -1,8 +1,8 @@
 """Layer groups: consecutive layers of a page that are transferred together.
 
-A batch of pages is loaded group by group: each group is loaded for all pages before the next group. An engine
-can then compute the first layers while later ones are still in flight. LayerKV and LMCache's layer-wise
-transfers use the same idea.
+A batch of pages is loaded group by group: each group is loaded for all pages before the next group is loaded for
+any of them. An engine can then compute the first layers while later ones are still in flight. LayerKV and
+LMCache's layer-wise transfers use the same idea.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LayerGroups:
     def of(
         cls, layout: PageLayout, most: int = MOST_GROUPS, smallest_nbytes: int = SMALLEST_NBYTES
     ) -> LayerGroups:
-        """Divide pages into as many groups of equal size as the limits allow, but at least one.
+        """Divide pages into as many groups as the limits allow, but at least one. Their sizes are nearly equal.
 
         Args:
             layout: The layout of a page.

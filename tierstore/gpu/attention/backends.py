@@ -105,11 +105,11 @@ fastest backend for the device and the shape.
 
 GATHERED_QUERIES = 512
 GATHERED_WORK = 1 << 36
-"""Thresholds from which gathering is faster, measured on an H200 (docs/benchmarks/attention.md).
+"""Thresholds above which gathering is faster, measured on an H200 (docs/benchmarks/attention.md).
 
-Gathering is faster if at least one sequence reaches both. ``GATHERED_QUERIES`` is a number of queries.
-``GATHERED_WORK`` is a product of queries, tokens, query heads and head_dim. Below the thresholds, the additional
-launches cost more time than gathering saves.
+Gathering is faster if at least one sequence reaches both thresholds. ``GATHERED_QUERIES`` is a number of queries.
+``GATHERED_WORK`` is the product of the numbers of queries, tokens and query heads, and head_dim. Below the
+thresholds, the additional launches cost more time than gathering saves.
 """
 
 

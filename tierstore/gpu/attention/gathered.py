@@ -28,7 +28,7 @@ _BLOCK = 8192
 class _Piece(NamedTuple):
     """Tokens ``[first, end)`` of the sequence with index ``row``.
 
-    If ``causal``, each query sees them only up to its own token.
+    If ``causal``, each query sees only the tokens up to its own.
     """
 
     row: int
@@ -163,8 +163,8 @@ def sdpa(
         q: Queries, ``[1, heads, tokens, dim]``.
         keys: ``[1, heads, tokens, dim]``.
         values: ``[1, heads, tokens, dim]``.
-        causal: Whether each query sees only the keys up to its own. The queries then belong to the last keys.
-            For "cudnn", there must be one query per key.
+        causal: Whether each query sees only the keys up to its own. The queries then belong to the last keys,
+            and "cudnn" requires one query per key.
         scale: Factor applied to the scores.
 
     Returns:

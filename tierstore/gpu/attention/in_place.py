@@ -1,9 +1,9 @@
 """Attention with kernels that read pages in place.
 
 The work is split over keys, so that a few long sequences can fill a GPU. If the keys of a sequence are split,
-each of its queries has one partial result (a part) per split, and a second kernel merges them. ``divide`` splits
-the attention of a step into work items. It does so on the CPU and can be tested without a GPU. ``InPlace`` plans
-once per step and launches the kernels for every layer.
+each of its queries has one partial result (a part) per split, and a second kernel merges these parts. ``divide``
+splits the attention of a step into work items. It runs on the CPU and can be tested without a GPU. ``InPlace``
+plans once per step and launches the kernels for every layer.
 """
 
 from __future__ import annotations

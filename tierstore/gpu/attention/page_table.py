@@ -32,8 +32,8 @@ class Shape:
         page_size: Tokens per page.
         sm_scale: Factor applied to the scores before softmax.
         causal: Whether each query sees only the tokens up to its own.
-        window_left: Number of keys that a query sees before its own position, or -1 for all. Any value but -1
-            needs ``causal``.
+        window_left: Number of keys that a query sees before its own position, or -1 for all. Any value other
+            than -1 requires ``causal``.
         dtype: The dtype of queries and pages.
         out_dtype: The dtype of results.
 

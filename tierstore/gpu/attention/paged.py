@@ -1,8 +1,8 @@
 """The public classes: ``PagedDecode`` for one query per sequence, and ``PagedPrefill`` for many.
 
 Argument names and meanings are those of FlashInfer with layout "NHD", with three differences: ``lse`` is a
-natural logarithm (FlashInfer: base 2), ``out`` may have a wider dtype than ``q``, and the queries always belong
-to the last tokens, whose K and V are already in the pages.
+natural logarithm (FlashInfer: base 2), ``out`` may have a wider dtype than ``q``, and the queries of a sequence
+always belong to its last tokens, whose K and V are already in the pages.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PagedDecode(_Paged):
             page_size: Tokens per page.
             head_dim_vo: Size of a value head. None for ``head_dim``. Another size needs pages with one plane
                 (MLA), where a value is the first ``head_dim_vo`` elements of its key.
-            window_left: Number of keys that a query sees before its own, or -1 for all.
+            window_left: Number of keys that a query sees before the key at its own position, or -1 for all.
             sm_scale: Factor applied to the scores. None for ``head_dim ** -0.5``.
             q_data_type: The dtype of queries and pages.
             o_data_type: The dtype of results. None for ``q_data_type``.
@@ -211,7 +211,7 @@ class PagedPrefill(_Paged):
             qo_indptr: ``[batch + 1]``. Sequence ``i`` has the queries ``qo_indptr[i]`` (inclusive) to
                 ``qo_indptr[i + 1]`` (exclusive). They belong to its last tokens, whose K and V must be in the
                 pages when ``run`` is called.
-            causal: Whether each query sees only the tokens up to its own. A window needs ``causal``.
+            causal: Whether each query sees only the tokens up to its own. Required if ``window_left`` is not -1.
         """
         shape = _shape(
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,

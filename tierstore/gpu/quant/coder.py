@@ -78,8 +78,8 @@ With one scale per channel, a tile is at most eight times as wide.
 class Launch:
     """A kernel with its constants, its options and the tensors that are the same for every call.
 
-    ``programs`` contains the numbers of programs in the second and third dimension of the grid. ``layers`` is the
-    number of layers in the KV group.
+    ``programs`` contains the size of the second and of the third dimension of the grid. ``layers`` is the number
+    of layers in the KV group.
     """
 
     kernel: Any
@@ -118,8 +118,8 @@ class Launch:
 class Coder:
     """Encodes and decodes pages in device memory.
 
-    It is a ``slabs.RowCoder`` that can also decode without slabs. It has two methods that decode, because each
-    is faster for some pages (docs/decisions/015):
+    It is a ``slabs.RowCoder`` that can also decode without slabs. It has two methods for decoding, because each of
+    them is faster for some pages (docs/decisions/015):
 
     - ``decode`` reads payloads that DMA has copied into the rows of a slab. It supports every layout and
       reaches 98 % of the link's speed, with two or more pieces per page and one launch per slab.
