@@ -141,7 +141,7 @@ class BlockTable:
             Copies that the caller must perform before it writes.
 
         Raises:
-            ValueError: The number of slots is wrong, a slot is owned already or given twice, or the range
+            ValueError: The number of slots is wrong, a slot is already owned or is given twice, or the range
                 starts outside the window or beyond ``num_tokens``. Nothing has changed.
         """
         if len(new) != self.missing_slots(stop, first):

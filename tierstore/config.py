@@ -141,7 +141,7 @@ def _could_mean(unit: str, name: str) -> bool:
 
 
 def _with_guess(wanted: str, near: Sequence[str]) -> str:
-    """Return ``wanted``, extended by a suggestion if there are similar allowed values."""
+    """Return ``wanted``, with a suggestion appended if there are similar allowed values."""
     return f"{wanted}; did you mean {' or '.join(map(repr, near))}?" if near else wanted
 
 
@@ -519,7 +519,7 @@ def _explained(detail: ErrorDetails) -> str:
             )
         case "literal_error" if path[-1] == "policy" and str(detail["input"]) in WITHDRAWN_POLICIES:
             successor = WITHDRAWN_POLICIES[str(detail["input"])]
-            return f"{key} is {value}, an eviction order that this version no longer has; use '{successor}' instead"
+            return f"{key} is {value}, an eviction policy that this version no longer has; use '{successor}' instead"
         case "literal_error":
             names = re.findall("'([^']*)'", detail["ctx"]["expected"])
             near = difflib.get_close_matches(written(detail["input"]).lower(), names, n=1, cutoff=0.6)

@@ -1,6 +1,6 @@
 """Actions that are deferred until a caller's event completes.
 
-Until then, work on the device may still use the slots that the actions are about.
+Until the event completes, work on the device may still use the slots that the actions affect.
 """
 
 from __future__ import annotations

@@ -121,9 +121,9 @@ class Lease:
         """Wait until the copies of this layer have been submitted to the device, for all covered pages.
 
         Later layers may still be in flight: pages from HOST are copied in groups of layers, for all pages of
-        the lease together. If a copy fails afterwards, or a ``put`` replaces its page, ``wait`` truncates the
-        lease, and results computed from the removed pages are invalid. A page that is decoded by the CPU, or
-        read from NVMe without a HOST tier, counts as submitted once all its layers have arrived.
+        the lease together. If a copy fails afterwards, or a ``put`` replaces the copied page, ``wait``
+        truncates the lease, and results computed from the removed pages are invalid. A page that is decoded by
+        the CPU, or read from NVMe without a HOST tier, counts as submitted once all its layers have arrived.
 
         Args:
             layer: Index of the layer.

@@ -75,7 +75,7 @@ class LiveSource:
         with self._pump.lock, self._pump.guard:
             residency = self._pump.directory.residency
             if key in residency.memory_only and key not in residency.memory_only.refused:
-                return "it was put to stay in memory"
+                return "it was put with memory_only"
             if tier is not None:
                 on_disk = residency.tables[tier.tier].ready(key) and tier.state != "absent"
         lent = tier.lender.record(key, self._memory) if tier is not None and on_disk else "not found"

@@ -294,7 +294,7 @@ class Metrics:
         self._wait.observe(seconds)
 
     def watch_lock(self, elapsed: Callable[[], float], cpu: Callable[[], float]) -> None:
-        """Report the longest hold of the store's lock from now on.
+        """From now on, report the longest hold of the store's lock.
 
         Args:
             elapsed: Returns the longest hold in seconds of elapsed time.
@@ -304,15 +304,15 @@ class Metrics:
         self._holds.labels("cpu").set_function(cpu)
 
     def watch_pinned(self, nbytes: Callable[[], float]) -> None:
-        """Report from now on how many bytes of host memory are pinned (page-locked)."""
+        """From now on, report how many bytes of host memory are pinned (page-locked)."""
         self._pinned.set_function(nbytes)
 
     def watch_ranks(self, ranks: Callable[[], Mapping[int, RankHealth]], *, apart: bool) -> None:
-        """Report the health of every rank from now on. ``apart`` is True if the ranks are other processes."""
+        """From now on, report the health of every rank. ``apart`` is True if the ranks are other processes."""
         self.registry.register(_Ranks(ranks, apart=apart))
 
     def watch_disk(self, state: Callable[[], str]) -> None:
-        """Report the state of the NVMe tier (``NvmeTier.state``) from now on."""
+        """From now on, report the state of the NVMe tier (``NvmeTier.state``)."""
 
         def is_now(name: str) -> float:
             return float(state() == name)

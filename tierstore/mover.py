@@ -354,7 +354,7 @@ class _Relay:
         """Process the ack of this relay's read or write.
 
         Returns:
-            The acks to report to the directory, about the transfer from one tier to the other.
+            The acks of the whole transfer, to report to the directory.
         """
         if tier == self._transfer.dst:
             return self._written(ack)

@@ -58,7 +58,7 @@ class Wakeup:
     def wait(self, seen: int, deadline: float | None, at_most_s: float) -> None:
         """Wait until the count differs from ``seen``.
 
-        Return no later than at the monotonic time ``deadline``, and after at most ``at_most_s`` seconds.
+        Return at the monotonic time ``deadline`` or after ``at_most_s`` seconds, whichever is earlier.
         """
         timeout = at_most_s if deadline is None else min(at_most_s, deadline - monotonic())
         woken = Lock()

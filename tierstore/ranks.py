@@ -108,7 +108,7 @@ class Ranks:
                 _log.warning("rank %d: %s", rank, trouble)
 
     def health(self) -> dict[int, RankHealth]:
-        """Return the last reported health of each rank, with its failed pages and unfinished transfers.
+        """Return the last reported health of each rank, with current counts of failed pages and transfers.
 
         Thread-safe.
         """

@@ -699,8 +699,8 @@ class TierStore:
     def hint(self, hint: Hint) -> HintResult:
         """Tell the store which pages a scheduler expects to use or not to use. A hint never pins pages.
 
-        ``wont_need`` and ``retain`` change the eviction order at once. ``will_need`` is queued for the
-        attached prefetcher, and rejected if there is none.
+        ``wont_need`` and ``retain`` change the eviction order at once. ``will_need`` is queued for the attached
+        prefetcher, or rejected if none is attached.
 
         Returns:
             Whether the hint was applied, queued or ignored; see HintResult.
@@ -992,7 +992,7 @@ class TierStore:
             return self._directory.take_reusable()
 
     def watch(self, callback: Callable[[PageChange], object]) -> Watch:
-        """Call ``callback`` for every page that enters or leaves a tier from now on.
+        """From now on, call ``callback`` for every page that enters or leaves a tier.
 
         All tiers are watched, except HBM that an engine owns. A page enters a tier when its copy there
         becomes readable, and leaves the tier when that copy is no longer readable. A page that is moved down

@@ -480,7 +480,10 @@ class Hint:
 
 @runtime_checkable
 class Event(Protocol):
-    """An object that completes at some time: a CUDA event, or any other object with these two methods."""
+    """A marker that completes once all work before it has finished.
+
+    It is a CUDA event, or any object with these two methods.
+    """
 
     def query(self) -> bool:
         """Return whether the event has completed. Never blocks."""

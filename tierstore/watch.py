@@ -83,7 +83,7 @@ class Watches:
         """Held by the thread that is calling callbacks."""
 
     def add(self, callback: Callable[[PageChange], object]) -> Watch:
-        """Create a watch that reports every change from now on. The caller holds the store's lock."""
+        """Create a watch that reports every later change. The caller holds the store's lock."""
         watch = Watch(callback, self)
         with self._changing:
             self._open = (*self._open, watch)

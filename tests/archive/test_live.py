@@ -122,7 +122,7 @@ def test_memory_only_pages_are_not_exported(tmp_path: Path) -> None:
         fill(store, keys[2:], slots)
         store.put(keys[2:], slots, memory_only=True)
         done = run(store.export_pages(keys, tmp_path / "x.tier"))
-        assert done.missing == ((keys[2], "it was put to stay in memory"),)
+        assert done.missing == ((keys[2], "it was put with memory_only"),)
         assert record(keys[2], None).payload.tobytes() not in (tmp_path / "x.tier").read_bytes()
 
 

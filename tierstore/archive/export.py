@@ -1,4 +1,4 @@
-"""Export of pages from a store to an archive, which appears complete or not at all."""
+"""Export of pages from a store to an archive. The archive appears complete or not at all."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def most_ahead(page_nbytes: int) -> int:
 
 
 async def _ended(running: Collection[asyncio.Future[_T]]) -> None:
-    """Wait until all futures are done, even if the current task is cancelled meanwhile, and drop the exceptions."""
+    """Wait until all futures are done, even if the current task is cancelled meanwhile, and drop their exceptions."""
     while pending := [each for each in running if not each.done()]:
         with suppress(asyncio.CancelledError):
             await asyncio.wait(pending)

@@ -153,7 +153,7 @@ def _configs(
     for policy in policies:
         if policy in WITHDRAWN_POLICIES:
             raise ConfigError(
-                f"--policy {policy}: this version no longer has this eviction order; "
+                f"--policy {policy}: this version no longer has this eviction policy; "
                 f"use {WITHDRAWN_POLICIES[policy]} instead"
             )
     _require_known("--policy", policies, get_args(Policy))

@@ -126,8 +126,8 @@ class Plane:
     """The keys or the values of a KV group, ``[layers, tokens, heads, dim]``.
 
     In the page, each layer's keys are followed by its values, so a plane is not contiguous. ``offset`` is the
-    offset of the KV group in the page, ``planes`` the group's number of planes, and ``index`` the index of this
-    one.
+    offset of the KV group in the page, ``planes`` the number of planes in the group, and ``index`` the index of
+    this plane among them.
     """
 
     scheme: Scheme

@@ -137,8 +137,8 @@ def within(numbers: Numbers, dtype: str, spare: Numbers) -> bool:
 def rounded_up(scales: Numbers) -> NDArray[np.uint16]:
     """Return non-negative ``scales`` rounded up to bfloat16. 0 stays 0.
 
-    The relative error is at most 1/128. Other results are at least the smallest normal number, so that their
-    reciprocals are finite.
+    The relative error is at most 1/128. Results other than 0 are at least the smallest normal number, so that
+    their reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0xFFFF >> 16).astype(SCALE)
@@ -147,8 +147,8 @@ def rounded_up(scales: Numbers) -> NDArray[np.uint16]:
 def rounded(scales: Numbers) -> NDArray[np.uint16]:
     """Return non-negative ``scales`` rounded to the nearest bfloat16. 0 stays 0.
 
-    The relative error is at most 1/256. Other results are at least the smallest normal number, so that their
-    reciprocals are finite.
+    The relative error is at most 1/256. Results other than 0 are at least the smallest normal number, so that
+    their reciprocals are finite.
     """
     bits = np.where(scales > 0, np.maximum(scales, _SMALLEST), np.float32(0)).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(SCALE)

@@ -1,7 +1,7 @@
 """Pinned (page-locked) memory: several threads pin a mapping chunk by chunk, from its start.
 
 ``Pinning`` works in the background, because touching and registering memory takes about half a second per
-GiB. A ``Pinner`` registers a range with the device. ``gpu.driver.CudaPinner`` does so with cudaHostRegister.
+GiB. A ``Pinner`` registers a range with the device. ``gpu.driver.CudaPinner`` uses cudaHostRegister for this.
 """
 
 from __future__ import annotations

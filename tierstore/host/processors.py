@@ -86,7 +86,7 @@ def choose_threads(
         environment: Environment variables. A thread setting for torch counts as a request.
     """
     if wanted is not None:
-        return Threads(wanted, "as asked for", chosen=False)
+        return Threads(wanted, "as requested", chosen=False)
     named = next((name for name in _THREAD_VARIABLES if environment.get(name)), None)
     if named is not None:
         return Threads(default, f"{named} is set", chosen=False)

@@ -107,7 +107,8 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
         return
     capacity, pages, record = config.nvme.capacity, 0, layout.blob_nbytes
     with _noted(refused):
-        # With "auto", an existing directory keeps its layout, whichever it is. Count the pages that fit in both.
+        # With "auto", an existing directory keeps its layout, whichever it is. Count the pages that fit with
+        # either layout.
         payload, sizings = config.nvme.payload, []
         if payload != "extents":
             sizings.append(size_lmdb(capacity, layout.blob_nbytes, codec=config.codec))

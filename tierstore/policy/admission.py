@@ -122,7 +122,7 @@ class Cost:
         history.watchers.append(self)
 
     def put(self, record: Record | None, gone: float, *, again: bool) -> bool:
-        """Return whether to write the page, which depends on its kind."""
+        """Return whether to write the page. The decision depends on the page's kind."""
         allowed = _SHARE * max(0.0, 1 - gone)
         self._allowed += allowed
         self._credit += allowed

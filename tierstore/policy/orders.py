@@ -14,14 +14,14 @@ again.
 ``Session`` keeps a page as long as the expected benefit exceeds the cost. It learns how long to keep pages
 from how soon similar pages were requested again. Pages that were requested again are of one kind if their
 chats had made the same number of requests. New pages are of one kind if their runs started in the same manner
-and have about the same length. For each kind, the history shows how many pages are requested again at which
-age. The benefit of keeping a page until age ``a`` is the probability of a request by then. The cost is the
-time for which the page takes a slot: until age ``a``, or until the request if it comes earlier. For a given
-price per slot and unit of time, each kind has an optimal ``a``. The price is chosen so that the kept pages
-just fit into the tier. As a result, pages of a kind that is rarely requested again, or only after a long time,
-are not kept at all. Ages are measured in requested pages, like capacities. The probabilities are estimated by
-the method of Kaplan and Meier (1958), because a page that has not been requested again yet may be requested
-later. No constant depends on a workload: half-lives and periods are multiples of the capacity.
+and have about the same length. For each kind, the history shows how many pages are requested again at each age.
+The benefit of keeping a page until age ``a`` is the probability of a request by then. The cost is the time for
+which the page takes a slot: until age ``a``, or until the request if it comes earlier. For a given price per
+slot and unit of time, each kind has an optimal ``a``. The price is chosen so that the kept pages just fit into
+the tier. As a result, pages of a kind that is rarely requested again, or only after a long time, are not kept
+at all. Ages are measured in requested pages, like capacities. The probabilities are estimated by the method of
+Kaplan and Meier (1958), because a page that has not been requested again yet may be requested later. No
+constant depends on a workload: half-lives and periods are multiples of the capacity.
 
 ``Adaptive`` behaves like ``Session`` while ``Session`` has a higher hit rate than LRU, and otherwise like LRU.
 To compare them, a small ghost cache of each policy runs alongside the tier. A ghost cache contains only the
@@ -225,7 +225,7 @@ class Gdsf(Scored):
         self._inflation = 0
 
     def left(self, key: PageKey, rank: int) -> None:
-        """Update the highest value of the pages evicted so far, which is added to new values."""
+        """Update the highest value of the pages evicted so far. It is added to new values."""
         if 0 <= rank < BAND:
             self._inflation = max(self._inflation, rank >> SHIFT)
 
