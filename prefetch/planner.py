@@ -147,8 +147,8 @@ class _Step:
 class _Try:
     """A trial schedule that loads the longest prefix of a want that fits into HBM.
 
-    For each page, ``there`` is the time at which the page is in HBM, and ``read`` the time at which its read
-    from disk, if any, has finished.
+    For each page, ``there`` is the time at which the page is in HBM, and ``read`` is the time at which its read from
+    disk, if any, has finished.
     """
 
     there: list[float] = field(default_factory=list)

@@ -224,14 +224,14 @@ def test_tier_that_a_question_must_hit_is_always_checked() -> None:
     known = {"asked": frozenset((Tier.HBM, Tier.NVME))}
     outcome = Outcome([], Sizes(9, 4, 4), 1, rows, **known)  # type: ignore[arg-type]
     assert failed(outcome) == []
-    assert not_shown(outcome) == ["hits in HOST: with these values no question has its document there"]
+    assert not_shown(outcome) == ["hits in HOST: with these options, no question finds its document there"]
     assert failed(replace(outcome, rows=rows[1:])) == ["hits in HBM and NVME: 0 HBM, 0 HOST, 1 NVME"]
     assert failed(replace(outcome, asked=frozenset(Tier))) == ["hits in every tier: 1 HBM, 0 HOST, 1 NVME"]
     host = [*rows, _row(tier="HOST")]
     assert not_shown(replace(outcome, rows=host)) == []
     lossy = [replace(row, exact=False) for row in host]
     assert not_shown(replace(outcome, rows=lossy)) == [
-        "equal answers: every answer was over pages of a lossy codec"
+        "equal answers: every answer used pages of a lossy codec"
     ]
 
 
@@ -306,12 +306,12 @@ def test_stored_tokens_that_were_computed_again_are_reported_with_the_reason(
             assert cache.reused_tokens < pages * SMALL.page_size
         store.free(held)
     late = replace(answer, reused_tokens=8, missing_because="late", stored_tokens=200)
-    assert lost(late, 150) == (141, "they did not come in the time that computing them takes")
+    assert lost(late, 150) == (141, "they did not arrive in the time that computing them takes")
     assert lost(replace(late, missing_because=None), 300)[1] == "they had left the store"
     assert lost(replace(late, missing_because="replaced"), 300) == (192, "replaced")
     rows = [_row(lost_tokens=192, why="HBM was full"), _row(lost_tokens=8, why="HBM was full"), _row()]
     assert list(computed_again(rows)) == [
-        "200 stored tokens of 2 questions were computed again: HBM was full. Answers are the same, only later."
+        "200 stored tokens of 2 questions were computed again: HBM was full. The answers are the same, but come later."
     ]
     console = Console(width=300, file=io.StringIO(), record=True)
     outcome = Outcome([], Sizes(9, 4, 4), 1, rows)
@@ -641,4 +641,4 @@ def test_answers_over_lossy_tiers_are_shown_next_to_the_exact_ones_and_counted(
     show(console, outcome, judge(outcome))
     text = console.export_text()
     assert text.count("  exact: ") == len(inexact)
-    assert f"{len(inexact)} answers over pages that went through {outcome.lossy}" in text
+    assert f"{len(inexact)} answers from pages that went through {outcome.lossy}" in text

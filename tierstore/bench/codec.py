@@ -121,7 +121,7 @@ def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
     """Return rows with the entropy limits of the compression ratio, and the order-0 entropies behind them.
 
     There are two entropies: that of the exponents, and that of the signs and mantissas. Both are averages over
-        layers and over K and V, in bits per value.
+    layers and over K and V, in bits per value.
     """
     group = geometry.groups[0]
     words = np.stack([page[group.offset : group.end].view("<u2") for page in pages])

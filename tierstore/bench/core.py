@@ -348,7 +348,7 @@ _SPEC = PageSpec(
     num_layers=32, page_size=_BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="tierstore-bench"
 )
 _SCHEDULED_TOKENS = 512
-"""Number of blocks that one scheduler step computes. This is 8,192 tokens."""
+"""Number of blocks that one scheduler step computes, which have 8,192 tokens in total."""
 _SCHEDULER_RUNS = 5
 _HIT_GOAL_US = 1.2
 _SETTLED_STEPS = 4

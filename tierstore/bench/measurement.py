@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Row:
     """One measured value of a benchmark, with an optional goal.
 
-    ``goal`` is the maximum for ``value``, and ``at_least`` the minimum. If both are None, the value has no goal. If
-    both are set, ``value`` must be between them.
+    ``goal`` is the maximum for ``value``, and ``at_least`` is the minimum. If both are None, the value has no goal.
+    If both are set, ``value`` must be between them.
     """
 
     what: str

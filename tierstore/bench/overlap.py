@@ -1,4 +1,4 @@
-"""Two benchmarks of computing while pages are copied.
+"""Two benchmarks of computing while pages are being copied.
 
 The first measures how much of the shorter activity, copying or computing, is hidden behind the longer one. It
 loads a lease's pages from host memory, one layer group after another. Each layer is computed as soon as its
@@ -324,9 +324,9 @@ class BesideRow:
     """Slowdown of a kernel that runs alongside copies.
 
     ``kernel`` is "read" or "copy", and ``way`` names the method that copies the pages. ``slowdown`` is the median
-    over the pairs; 0.03 means that the kernel takes 3 % longer. ``share`` is the share of all bytes moved in HBM
-    that the copies move. ``alone_tbps`` is the rate of the kernel without copies in TB/s, counting the bytes that
-    the kernel reads and writes. ``gbps`` is the rate of the copies in GB/s.
+    over the pairs; 0.03 means that the kernel takes 3 % longer. ``share`` is the copies' share of all bytes moved in
+    HBM. ``alone_tbps`` is the rate of the kernel without copies in TB/s, counting the bytes that the kernel reads
+    and writes. ``gbps`` is the rate of the copies in GB/s.
     """
 
     kernel: str

@@ -61,7 +61,7 @@ class StoredAnswer:
         ttft_s: Time to first token in seconds.
         reused_tokens: Number of prompt tokens whose pages were reused.
         tier: The slowest tier that reused pages came from, or None if no page was reused.
-        exact: False if a stored page of the prompt went through a lossy codec, or was computed from such a page.
+        exact: False if a stored page of the prompt went through a lossy codec, or was computed from a page that did.
         stored_tokens: Number of prompt tokens whose pages were in the store.
         missing_because: Why fewer tokens were reused than were stored. See ``TierStoreCache.missing_because``.
     """

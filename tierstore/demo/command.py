@@ -32,7 +32,7 @@ WIDE = 150
 def demo(
     docs: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or folders to read instead of licence texts of this machine."),
+        typer.Option(help="Text files or folders to use instead of licence texts on this machine."),
     ] = None,
     model: Annotated[
         str,
@@ -48,12 +48,12 @@ def demo(
         typer.Option("--dir", help="Folder for the disk tier; a subfolder is created and removed."),
     ] = None,
     codec: Annotated[
-        str, typer.Option(help="Codec of the disk: none, exp, fp8, int8, k8v4, int4, ...")
+        str, typer.Option(help="Codec of the disk tier: none, exp, fp8, int8, k8v4, int4, ...")
     ] = "none",
     host_codec: Annotated[
         str, typer.Option(help="Codec of host memory: none, fp8, int8, k8v4, int4, int4-64.")
     ] = "none",
-    questions: Annotated[int, typer.Option(min=1, max=6, help="Questions about each document.")] = 2,
+    questions: Annotated[int, typer.Option(min=1, max=6, help="Number of questions per document.")] = 2,
     device: Annotated[
         str, typer.Option(help="Device of the model and of HBM: cpu, cuda or cuda:N, as in hbm.device.")
     ] = "cpu",
@@ -65,7 +65,7 @@ def demo(
         ),
     ] = 1024,
     hbm_documents: Annotated[
-        int, typer.Option(min=1, help="Documents, each with a question, that fit in HBM.")
+        int, typer.Option(min=1, help="Number of documents, each with a question, that fit into HBM.")
     ] = 1,
     threads: Annotated[
         int | None,

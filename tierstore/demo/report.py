@@ -55,7 +55,7 @@ def judge(outcome: Outcome) -> list[Claim]:
     other = sum(row.verdict == "other" for row in exact)
     slow = [row for row in outcome.rows if row.tier == "NVME" and row.tokens_reused >= LONG]
     late = [row for row in slow if row.ttft_s >= row.recompute_ttft_s]
-    equal = Claim("equal answers: every answer was over pages of a lossy codec", None)
+    equal = Claim("equal answers: every answer used pages of a lossy codec", None)
     if exact:
         equal = Claim(
             f"{len(exact)} answers{_over_exact(outcome)}: {len(exact) - near - other} equal to plain transformers "
@@ -117,7 +117,7 @@ def _hits_before(outcome: Outcome, found: dict[str, int]) -> Iterator[Claim]:
         yield Claim(f"hits in {names}: {_counts(found)}", all(found[tier] for tier in wanted))
     if len(wanted) < len(TIERS):
         others = " and ".join(tier for tier in TIERS if tier not in wanted)
-        yield Claim(f"hits in {others}: with these values no question has its document there", None)
+        yield Claim(f"hits in {others}: with these options, no question finds its document there", None)
 
 
 def agreement(rows: Sequence[Row]) -> dict[str, int]:
@@ -204,7 +204,7 @@ def computed_again(rows: Sequence[Row]) -> Iterator[str]:
         of = [row for row in rows if row.why == why]
         yield (
             f"{sum(row.lost_tokens for row in of)} stored tokens of {len(of)} questions were computed again: {why}. "
-            "Answers are the same, only later."
+            "The answers are the same, but come later."
         )
 
 
@@ -279,7 +279,7 @@ def _cells(row: Row) -> Iterator[str]:
 
 
 def _over_exact(outcome: Outcome) -> str:
-    return "" if all(row.exact for row in outcome.rows) else " over pages that no lossy codec has touched"
+    return "" if all(row.exact for row in outcome.rows) else " from pages that no lossy codec has touched"
 
 
 def _compare(console: Console, outcome: Outcome) -> None:
@@ -294,8 +294,8 @@ def _compare(console: Console, outcome: Outcome) -> None:
         )
     found = agreement(outcome.rows)
     console.print(
-        f"{found['answers']} answers over pages that went through {outcome.lossy}: {found['equal']} equal to plain "
-        f"transformers; {found['agreeing']} of {found['tokens']} tokens before the first that differs\n"
+        f"{found['answers']} answers from pages that went through {outcome.lossy}: {found['equal']} equal to plain "
+        f"transformers; {found['agreeing']} of {found['tokens']} tokens come before the first one that differs\n"
     )
 
 

@@ -161,8 +161,8 @@ class Row:
 
 _WHY = {
     "no_room": "HBM was full of pages that were in use or not saved yet",
-    "late": "they did not come in the time that computing them takes",
-    "failed": "the disk did not read them, or not within nvme.timeout",
+    "late": "they did not arrive in the time that computing them takes",
+    "failed": "reading them from disk failed or exceeded nvme.timeout",
 }
 """Texts for the values of ``TierStoreCache.missing_because``."""
 
@@ -348,7 +348,7 @@ def run_demo(
         plan, sizes, page_nbytes = _prepare(session, documents, settings, model, Path(scratch), chosen, say)
         with open_store(session, plan) as store:
             ingest(session, store, plan, say)
-            say("each question without the store and over it; seconds until the first token")
+            say("asking each question without and with the store; times to first token are in seconds")
             rows = ask_all(session, store, plan, say, after_restart=False)
             settle(session, store, plan)
         say("the store is closed; a new process opens it from disk")

@@ -40,7 +40,10 @@ PROBE_FILE = "direct.probe"
 TOMBSTONES_FILE = "erased.bin"
 HOME_VERSION = 1
 FORMAT_VERSION = 2
-"""Format version of a sub-directory. In version 1, entries had no field for a location in an extent file."""
+"""Format version of a sub-directory.
+
+In version 1, entries had no field for the location of a record in an extent file.
+"""
 
 _OUR_FILES = (
     DATA_FILE,

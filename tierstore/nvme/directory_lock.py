@@ -198,7 +198,7 @@ def locked_to_read(path: Path) -> Iterator[int | None]:
         if error.errno not in (*_CANNOT_WRITE, *_NO_LOCK):
             raise
         lock = None
-    if lock is None:  # others may read, too
+    if lock is None:  # other readers are allowed
         with lock_holder(path) as holder:
             yield holder
         return

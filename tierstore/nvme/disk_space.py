@@ -78,7 +78,7 @@ class Sizing:
 
     @property
     def most_nbytes(self) -> int:
-        """Total size of records, in bytes, above which writes are refused.
+        """Total size of all records, in bytes, above which writes are refused.
 
         With LMDB, this is halfway between the budget and the map size. With extent files, it is the size of the
         largest record times the number of slots of that size.

@@ -159,5 +159,5 @@ class Decoders:
         record_format.decode(head, payload, page, self.of(head.codec))
         if not self._packer.pack(page, slot):
             raise UnfitError(
-                f"the page has numbers that {form.codec!r}, the codec of host memory, cannot represent"
+                f"the page has values that {form.codec!r}, the codec of host memory, cannot represent"
             )

@@ -186,7 +186,7 @@ def memory_for(
 
     Returns:
         Two arrays: the memory to read into, including padding, and the part of this memory that the payload
-            occupies.
+        occupies.
 
     Raises:
         IntegrityError: The payload is longer than a page.

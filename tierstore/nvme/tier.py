@@ -68,7 +68,7 @@ _log = logging.getLogger("tierstore.nvme.tier")
 class NvmeTier:
     """The disk tier of a store: the sub-directory of a home directory for one fingerprint and shard.
 
-    While it is open, no other process can open the sub-directory, unless both open it read-only.
+    While the tier is open, no other process can open the sub-directory, unless all of them open it read-only.
 
     All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once
     ``poll`` has returned the Ack of its transfer. In a forked child, ``close`` has no effect and every method
@@ -418,7 +418,7 @@ class NvmeTier:
     def _check(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         if len(pages) != len(transfer.keys) or len(transfer.parents) != len(transfer.keys):
             raise ValueError(
-                f"a transfer needs a parent and a page for each of its {len(transfer.keys)} keys, got "
+                f"a transfer must have a parent and a page for each of its {len(transfer.keys)} keys, got "
                 f"{len(transfer.parents)} parents and {len(pages)} pages"
             )
         if any(len(key) != KEY_NBYTES for key in transfer.keys):

@@ -201,8 +201,8 @@ class Writer:
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
         """Queue a write. Never blocks.
 
-        The write fails as CLOSED after ``close``, and as UNAVAILABLE while the writer hangs. In the latter case,
-        older records of the same keys are queued for removal.
+        After ``close``, the write fails as CLOSED. While the writer hangs, it fails as UNAVAILABLE, and older
+        records of the same keys are queued for removal.
         """
         if pages and self._hanging:
             self._add(EraseWork(dict.fromkeys(transfer.keys)))

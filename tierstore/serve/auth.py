@@ -65,11 +65,11 @@ class Tenants:
             raise ConfigError(f"--keys {file}: cannot read the YAML file: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"--keys {file} is not valid YAML, or uses a name twice; expected {_ALLOWED}"
+                f"--keys {file} must be valid YAML and use each name only once; expected {_ALLOWED}"
             ) from error
         found = tree.get("tenants") if isinstance(tree, dict) and len(tree) == 1 else None
         if not isinstance(found, dict) or not found:
-            raise ConfigError(f"--keys {file} contains no tenants; expected {_ALLOWED}")
+            raise ConfigError(f"--keys {file} must contain only tenants, at least one; expected {_ALLOWED}")
         try:
             return cls(found)
         except ConfigError as error:
@@ -118,11 +118,11 @@ def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
                 f"digit, got {name!r:.80}"
             )
         if not isinstance(digests, list) or not digests:
-            raise ConfigError(f"tenant {name} has no list of keys; expected {_ALLOWED}")
+            raise ConfigError(f"tenant {name} must have a list of keys; expected {_ALLOWED}")
         for digest in digests:
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
                 raise ConfigError(
-                    f"tenant {name} has a key that is not a SHA-256 digest in hex; expected {_ALLOWED}"
+                    f"every key of tenant {name} must be a SHA-256 digest in hex; expected {_ALLOWED}"
                 )
             if digest.lower() in names:
                 raise ConfigError(

@@ -260,7 +260,7 @@ class Reading:
         self._end()
 
     async def ended(self) -> None:
-        """Wait until the engine has read the document, reading has failed, or reading is cancelled.
+        """Wait until the engine has read the document, or until reading has failed or has been cancelled.
 
         Return at once if the document was never submitted.
         """
