@@ -59,7 +59,7 @@ async def write_archive(
         progress: Called after every page.
 
     Returns:
-        The number and sizes of the pages in the file, and the pages that could not be read.
+        The size of the file, the number of pages in it, and the pages that could not be read.
 
     Raises:
         ArchiveError: ``keys`` is empty, or no page could be read.

@@ -142,7 +142,7 @@ def nvme(
         int, typer.Option(min=1, help="Runs of each kind; each is paired with a run on the raw disk.")
     ] = 7,
     readers: Annotated[
-        int, typer.Option(min=1, max=MOST_READERS, help="Reader threads in each of the compared programs.")
+        int, typer.Option(min=1, max=MOST_READERS, help="Reader threads for each of the compared methods.")
     ] = 2,
     stall_size: Annotated[
         str, typer.Option(help="Bytes to move while a thread watches for stalls.")
@@ -504,7 +504,7 @@ def codec(
     ] = 256,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the first text for the detailed figures of exp.")
+        int, typer.Option(min=1, help="Tokens of the first text for the detailed measurements of exp.")
     ] = 3072,
     seconds: Annotated[
         float,
