@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -450,6 +451,35 @@ def test_pass_without_space_for_lost_pages_leaves_the_cache_unchanged(
             store.free(taken)
             found = model(ids[:, start:], **given).logits
         expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("again", [TierStoreCache.reset, lambda cache: cache.crop(-1)], ids=["reset", "crop"])
+def test_cache_changed_after_an_interrupted_pass_survives_a_pass_that_fails(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, again: Callable[[TierStoreCache], None]
+) -> None:
+    """The interrupted pass feeds tokens of lost pages again. It leaves nothing that a later failure would undo."""
+    ids = torch.tensor([PROMPT])
+    with below(model, PROMPT) as store, torch.no_grad():
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            given = {cache_argument(model): cache}
+            assert cache.batch.comes()
+            let.broken = True
+            let.go(100)
+            assert cache.batch.settle()
+            for error in (KeyboardInterrupt, CapacityError):
+                with monkeypatch.context() as inner:
+                    inner.setattr(TierStore, "allocate", Mock(side_effect=error("no slots")))
+                    with pytest.raises(error):
+                        model(ids[:, cache.get_seq_length() :], **given)
+                if error is KeyboardInterrupt:
+                    again(cache)
+                    start = cache.get_seq_length()
+                assert cache.get_seq_length() == start
+            found = model(ids[:, start:], **given).logits
+            expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from time import monotonic, sleep
 from weakref import ref
 
 import pytest
@@ -66,10 +67,31 @@ def test_copies_of_slots_being_pinned_wait_in_order(rig: Rig) -> None:
     rig.up.run()
     assert rig.engine.poll() == []
     rig.arena.locked, rig.arena.more = SLOTS, False
-    assert rig.engine.poll() == []
-    rig.up.run()
-    assert [ack.transfer_id for ack in rig.engine.poll()] == [1, 2]
+    done: list[int] = []
+    deadline = monotonic() + PATIENCE_S
+    while len(done) < 2:
+        assert monotonic() < deadline
+        done += [ack.transfer_id for ack in rig.engine.poll()]
+        rig.up.run()
+    assert done == [1, 2]
     assert rig.pool.view(0).min() == 23
+
+
+def test_copies_start_once_their_slots_are_pinned_although_nobody_polls(rig: Rig) -> None:
+    """An engine that is idle takes no steps, and polls only in a step."""
+    rig.arena.locked, rig.arena.more = 0, True
+    rig.move(1, Tier.HOST, (1, 0))
+    assert not rig.down.work
+    rig.arena.locked, rig.arena.more = SLOTS, False
+    deadline = monotonic() + PATIENCE_S
+    while not rig.down.work:
+        assert monotonic() < deadline, "the copy was not started"
+        sleep(0.001)
+    while not (acks := rig.engine.poll()):
+        rig.down.run()
+    assert [(ack.transfer_id, ack.ok) for ack in acks] == [(1, True)]
+    assert rig.arena.view(0).min() == 11
+    assert rig.engine.close(PATIENCE_S)
 
 
 def test_slots_that_stay_unpinned_are_copied_by_threads(rig: Rig) -> None:

@@ -42,6 +42,8 @@ _log = logging.getLogger("tierstore.gpu.cuda_copies")
 _POLL_S = 0.0005
 _GROWING_S = 0.005
 _ALONE_S = 0.01
+_PINNING_S = 0.05
+"""Interval, in seconds, at which a lane's thread checks whether the host slots of new jobs have been pinned."""
 
 
 class PinnedHost(Protocol):
@@ -200,6 +202,16 @@ class CudaCopyEngine:
         """
         lane = self._lanes[dst]
         self._ended += lane.land()
+        self._admit(lane)
+        self._launch(lane, launches)
+        if (lane.waiting or lane.arrived) and not lane.launching:
+            self._wake_thread(dst)
+
+    def _admit(self, lane: Lane) -> None:
+        """Queue the new jobs whose host slots are pinned. Pass those whose slots will not be to ``unpinned``.
+
+        The caller must hold the lock.
+        """
         while lane.arrived:
             # Read ``pinning`` first, because pinning may finish between the two reads.
             pinning, pinned = self._host.pinning, self._host.pinned_slots
@@ -210,9 +222,6 @@ class CudaCopyEngine:
                 self._unpinned.submit(lane.arrived.popleft().transfer)
             else:
                 break
-        self._launch(lane, launches)
-        if lane.waiting and not lane.launching:
-            self._wake_thread(dst)
 
     def _launch(self, lane: Lane, launches: int) -> None:
         """Launch at most ``launches`` flights that may start now and that the driver queues quickly.
@@ -251,7 +260,7 @@ class CudaCopyEngine:
             name = f"tierstore-launch-to-{dst.name}"
             self._threads[dst] = Worker(self._run, self._lanes[dst], name=name)
             self._threads[dst].start()
-        elif self._lanes[dst].resting or self._lanes[dst].next_pieces > self._pace.pieces:
+        elif self._lanes[dst].resting or self._large(self._lanes[dst]):
             self._turn.notify_all()  # otherwise it wakes by itself; waking it would take the GIL from callers
 
     def _run(self, lane: Lane) -> None:
@@ -272,6 +281,7 @@ class CudaCopyEngine:
         with self._turn:
             while not self._closing:
                 self._ended += lane.land()
+                self._admit(lane)
                 if lane.waiting and self._is_mine(lane):
                     lane.launching = True
                     return lane.take(self._pace.together, self._pace.pieces)
@@ -287,17 +297,21 @@ class CudaCopyEngine:
         The thread does not check before the link can need it, because each check takes the GIL from callers.
         """
         needed = self._pace.behind // 4
-        if lane.waiting and lane.next_pieces > self._pace.pieces:
+        if self._large(lane):
             needed = _depth(lane, self._pace.ahead)
         elif lane.growing:
             return _GROWING_S
         elif not lane.waiting:
-            return None
+            return _PINNING_S if lane.arrived else None
         return min(_GROWING_S, max(_POLL_S, lane.drained_s(needed)))
+
+    def _large(self, lane: Lane) -> bool:
+        """Return whether the next flight has so many pieces that only the lane's thread launches it."""
+        return bool(lane.waiting) and lane.next_pieces > self._pace.pieces
 
     def _is_mine(self, lane: Lane) -> bool:
         ahead, behind = self._pace.ahead, self._pace.behind
-        if lane.next_pieces > self._pace.pieces:
+        if self._large(lane):
             return lane.nbytes < _depth(lane, ahead)
         if monotonic() - self._called > _ALONE_S:
             return lane.nbytes < _depth(lane, behind)

@@ -291,6 +291,7 @@ class PagedBatch:
         If ``model`` is 0, the first model, the columns are removed for all models and their pages are released.
         """
         self.settle()
+        self._feeding = 0
         stop = max(0, self.columns[model] - columns)
         self.behind = max(0, self.behind - columns)
         if model == 0:
@@ -302,7 +303,7 @@ class PagedBatch:
     def reset(self) -> None:
         """Remove all tokens. Unlike ``crop``, this also works after pages outside a window were dropped."""
         self.settle()
-        self.behind = 0
+        self.behind = self._feeding = 0
         for row in self.rows:
             row.reset()
         self.columns = [0] * self.terms.num_models
