@@ -191,4 +191,4 @@ def test_features_missing_in_an_older_vllm_are_notes(package: Path) -> None:
 def test_missing_vllm_exits_with_code_2(tmp_path: Path) -> None:
     result = tierstore("vllm-check", "--source", tmp_path, "--json")
     assert result.returncode == 2
-    assert "does not contain a package vllm" in last_line(result)["error"]
+    assert "does not contain the vllm package" in last_line(result)["error"]

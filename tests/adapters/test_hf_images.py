@@ -171,7 +171,7 @@ def test_cache_opened_before_an_image_request_is_refused(model: PreTrainedModel)
             generate(model, prompt, cache)
         with TierStoreCache(store, prompt, model=model) as cache:
             ask_with_image(model)
-            with pytest.raises(ValueError, match="open a TierStoreCache after that request"):
+            with pytest.raises(ValueError, match="open another TierStoreCache for this request"):
                 generate(model, prompt, cache)
         with TierStoreCache(store, prompt, model=model) as cache:
             assert generate(model, prompt, cache) == plain(model, prompt)

@@ -202,7 +202,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @rule(name=names, first=sequences, second=sequences)
     def expect_while_a_lease_waits(self, name: str, first: list[PageKey], second: list[PageKey]) -> None:
-        """Hold back the load of a lease while pages of an expected request could be loaded from the same tier."""
+        """Expect a request while the load of a lease on other pages of the same tier is held back."""
         self.below(Tier.HOST, [*first, *second])
         self.expect(name, second, 3, 1.0)
         self.hold(IN)

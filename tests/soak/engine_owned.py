@@ -16,7 +16,7 @@ from tierstore.types import LeaseState, PageKey, Tier
 
 
 class EngineClient:
-    """Acts in one thread, as engines do. ``_free`` contains the slots that the store does not use now."""
+    """Acts in one thread, as engines do. ``_free`` contains the slots that the store is not currently using."""
 
     threads = 1
 

@@ -46,7 +46,7 @@ def _package(source: Path | None) -> Path:
             if package.name == "vllm" and package.is_dir():
                 return package
         raise ConfigError(
-            f"--source {source}: the folder does not contain a package vllm; name the folder that contains it"
+            f"--source {source}: the folder does not contain the vllm package; give the folder that contains it"
         )
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:

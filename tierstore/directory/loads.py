@@ -219,7 +219,7 @@ class Loads:
         self._end_unheld(unheld[-wanted:])
 
     def any_unheld(self) -> bool:
-        """Return whether any submitted load is not needed by a lease, so that its slot will become available."""
+        """Return whether there is a submitted load that no lease needs. When it ends, its slot becomes available."""
         return any(load.submitted and self._unheld(load.key) for load in self.by_slot.values())
 
     def too_late(self, source: Tier, deadline: float, now: float, pages: int) -> bool:

@@ -327,7 +327,7 @@ def ack_of(job: Job, page_nbytes: int) -> Ack:
 
 
 def share_refused(flight: Flight) -> None:
-    """Add the position of each page that a landed flight has flagged to ``refused`` of the page's job."""
+    """For each page that a landed flight has flagged, add the page's position to its job's ``refused``."""
     if flight.refused is None or not flight.refused.any():
         return
     first = 0

@@ -196,9 +196,9 @@ class ByPieces:
         self._outward.gather(_slots(share), self._pages(share), share.stream)
 
     def _pages(self, share: Share) -> NDArray[np.int64]:
-        """Return the address at which each whole page would start.
+        """Return, for each page, the address to which the movers add the offsets of the page's pieces.
 
-        The movers add the offset of each piece within its page.
+        A row contains only some pieces of a page, so this address may be outside the row.
         """
         begin = share.rows.data_ptr() - self._offset
         return begin + np.arange(share.pages, dtype=np.int64) * self._stride

@@ -213,7 +213,7 @@ def least_free_nbytes(record_nbytes: int) -> int:
 
 
 def require_free(directory: Path, record_nbytes: int) -> None:
-    """Raise OSError (ENOSPC) if the disk counts as full for records of at most this size."""
+    """Raise OSError (ENOSPC) if the disk has too little free space for a record of up to ``record_nbytes`` bytes."""
     if free_nbytes(directory) < least_free_nbytes(record_nbytes):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

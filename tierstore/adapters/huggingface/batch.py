@@ -1,7 +1,8 @@
 """The sequences of one request: a left-padded batch, several answers to one prompt, or beams.
 
-transformers counts the columns of the padded batch, and all rows have the same number of columns. A row's tokens
-start after its padding. Pages contain no padding: each row has the pages that its unpadded sequence would have alone.
+transformers measures lengths in columns of the padded batch. They include the padding, and all rows have the same
+number of columns. A row's tokens start after its padding. Pages contain no padding: each row has the pages that its
+unpadded sequence would have alone.
 """
 
 from __future__ import annotations

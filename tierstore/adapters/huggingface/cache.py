@@ -464,8 +464,8 @@ class PagedCache(Cache):
                 raise
             name = type(self._hooks.stateful[0]).__name__
             raise ValueError(
-                f"{error}. {name} keeps the positions of its last request with images: "
-                "open a TierStoreCache after that request, not before"
+                f"{error}. {name} still uses the positions of its last request with images, which ran after this "
+                "TierStoreCache was opened: open another TierStoreCache for this request"
             ) from None
         self._positions.append(positions)
 

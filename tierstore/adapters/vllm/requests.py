@@ -119,8 +119,8 @@ class Lookup:
 class StepReader:
     """Converts vLLM's ``SchedulerOutput`` into steps, and keeps the block tables of all running requests.
 
-    States that vLLM offers for a request that is not scheduled in the step are ignored, because vLLM may already
-    have overwritten them.
+    If a request is not scheduled in the step, the recurrent states that vLLM offers for it are ignored, because vLLM
+    may already have overwritten them.
     """
 
     def __init__(self, groups: Groups) -> None:
