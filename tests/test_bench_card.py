@@ -101,7 +101,7 @@ def test_bytes_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         return found
 
     monkeypatch.setattr(link.Rig, "run", wrong)
-    with pytest.raises(RuntimeError, match="have wrong bytes after the copies"):
+    with pytest.raises(RuntimeError, match="were not copied correctly"):
         copy.copy_rows("cpu", 4096, 8 * 4096, 1, "straight", link.Ceiling("cpu", 4096))
 
 

@@ -72,7 +72,7 @@ class Forgetful(FilePerPage):
 def test_method_that_returns_other_bytes_gives_no_result(tmp_path: Path) -> None:
     ways: dict[str, nvme.Make] = {"forgetful": Forgetful}
     rows = nvme.disk_rows(8192, nbytes=65536, rounds=1, readers=2, ways=ways, place=tmp_path)
-    with pytest.raises(OSError, match="Forgetful: a page was read back with wrong bytes"):
+    with pytest.raises(OSError, match="Forgetful: a page that was read back differs"):
         list(rows)
 
 

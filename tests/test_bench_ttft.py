@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_created(
     assert result.exit_code == 2
     said = json.loads(result.stdout.splitlines()[-1])["error"]
     assert said.startswith(
-        "--shape llama-3.1-8b has weights of 15.0 GiB, and with the pages of --prefix 131072 needs"
+        "--shape llama-3.1-8b has 15.0 GiB of weights, and together with the pages of --prefix 131072 it needs"
     )
     assert said.endswith("20 GiB are available; use a smaller --prefix, or --shape tiny")
     assert "a model" not in result.stderr
@@ -123,7 +123,7 @@ def test_pages_restored_with_other_bytes_give_no_result() -> None:
         with rig.store.acquire(rig.prefix) as lease:
             lease.wait(60.0)
             rig._pages[lease.slots[1]][0] += 1
-        with pytest.raises(RuntimeError, match="wrong bytes"):
+        with pytest.raises(RuntimeError, match="restored pages differ"):
             rig.checked(lossy=False)
         rig.store.evict(rig.keys)
         with pytest.raises(RuntimeError, match="0 tokens were reused, but the prefix has 32"):

@@ -367,11 +367,11 @@ def test_document_that_was_never_read_is_not_exported(tmp_path: Path) -> None:
     refused: list[tuple[list[str | Path], str]] = [
         ([folder], "no stored page begins with the document"),
         ([folder], f"{folder} has not read it into {tmp_path / 'store'}"),
-        ([folder], "give it to `tierstore serve` with this configuration (POST /v1/documents)"),
+        ([folder], "send it to `tierstore serve` with this configuration (POST /v1/documents)"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([folder, "--dtype", "float31"], "--dtype must be one of"),
         ([folder, "--dtype", "float64"], f"has no pages of {folder} in float64"),
-        ([folder, "--dtype", "float64"], "Let the model read it first"),
+        ([folder, "--dtype", "float64"], "Let the model read the document first"),
     ]
     for arguments, why in refused:
         result = here("export", "--config", config, "--doc", tmp_path / "doc.txt", "--model", *arguments, out)
@@ -389,6 +389,6 @@ def test_document_export_from_an_unused_directory_asks_to_read_it_first(tmp_path
     result = here("export", "--config", config, "--doc", doc, "--model", "smollm2", tmp_path / "x.tier")
     assert result.exit_code == 2
     assert f"no store has used {tmp_path / 'store'} yet, so smollm2 has not read {doc}" in result.stderr
-    assert "Let the model read it first" in result.stderr
+    assert "Let the model read the document first" in result.stderr
     result = here("export", "--config", config, "--doc", tmp_path / "no", "--model", "m", tmp_path / "x.tier")
     assert (result.exit_code, "--doc" in result.stderr) == (2, True)

@@ -64,7 +64,7 @@ def test_a_chosen_number_of_threads_is_reported_with_its_reason() -> None:
     told = choose_threads(2, None, Processors(2, 2, 1.5, 12.34), {}).described()
     assert told == (
         "torch computes with 1 thread (2 cores, of which control groups allow 1.5; load average 12.3); "
-        "--threads sets another number"
+        "use --threads to set another number"
     )
 
 
@@ -140,7 +140,7 @@ def test_threads_that_are_kept_waiting_become_fewer() -> None:
     assert chosen is not None
     assert (chosen.count, torch.get_num_threads()) == (2, 2)
     assert chosen.described().startswith(
-        "torch computes with 2 threads (4 threads got the time of only 2.7 cores)"
+        "torch computes with 2 threads (4 threads got the CPU time of only 2.7 cores)"
     )
     chosen = use_fewer_threads(0.4)
     assert chosen is not None

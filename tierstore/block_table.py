@@ -148,7 +148,7 @@ class BlockTable:
             raise ValueError(f"extend needs {self.missing_slots(stop, first)} new slots, got {len(new)}")
         if len(set(new)) < len(new) or any(slot in self.private for slot in new):
             raise ValueError(
-                f"extend needs new slots that differ and are not in use, got {', '.join(map(str, new))}"
+                f"extend needs distinct new slots that are not in use, got {', '.join(map(str, new))}"
             )
         fresh = list(new)
         copies = []

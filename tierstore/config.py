@@ -171,7 +171,8 @@ def _directory(value: object) -> Path:
         raise ValueError("the path of a directory")
     if isinstance(value, str) and _VARIABLE.search(text):
         raise ValueError(
-            "a path without shell variables, which are not expanded here; write it out, or use ~ for your home"
+            "a path without shell variables, which are not expanded here; write the path out, or use ~ for your "
+            "home directory"
         )
     try:
         return Path(os.path.abspath(Path(text).expanduser()))

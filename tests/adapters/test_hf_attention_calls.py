@@ -311,7 +311,7 @@ def test_k_of_another_shape_than_configured_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.k_proj = torch.nn.Linear(32, 8, bias=False)
     with pytest.raises(
-        ValueError, match=r"computes K in 1 heads of dimension 8, .* says 2 heads of dimension 8"
+        ValueError, match=r"computes K with 1 heads of dimension 8, .* says 2 heads of dimension 8"
     ):
         page_specs(model, PAGE)
 

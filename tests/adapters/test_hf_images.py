@@ -219,7 +219,7 @@ def test_a_prompt_with_an_image_is_refused_with_and_without_it(model: PreTrained
     assert plain(model, prompt, **given) != plain(model, prompt), (
         "the image does not matter: this shows nothing"
     )
-    match = f"token {IMAGE}, image_token_id of {type(model).__name__}"
+    match = rf"token {IMAGE} \(image_token_id of {type(model).__name__}\)"
     with open_store(model) as store:
         for ids in (prompt, longer):
             for extra in ((), [(11, b"image-1")]):
@@ -291,7 +291,7 @@ def test_gemma_with_images_is_correct_for_text_and_refuses_bidirectional_tokens(
         for given in ({}, {"token_type_ids": types}):
             with TierStoreCache(store, prompt, model=model) as cache:
                 assert generate(model, prompt, cache, **given) == expected
-        with pytest.raises(ValueError, match=f"token {IMAGE}, image_token_"):
+        with pytest.raises(ValueError, match=rf"token {IMAGE} \(image_token_"):
             TierStoreCache(store, [*prompt, IMAGE, 5], model=model)
         types[0, 9:13] = 1
         with (

@@ -115,7 +115,7 @@ def test_model_that_computes_in_another_dtype_is_refused(model: LlamaForCausalLM
         open_store(model) as store,
         TierStoreCache(store, prompt, model=model) as cache,
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(ValueError, match=r"computes torch.bfloat16 .*float32"),
+        pytest.raises(ValueError, match=r"computes in torch.bfloat16 .*float32"),
     ):
         generate(model, prompt, cache)
 

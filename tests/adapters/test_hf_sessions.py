@@ -238,7 +238,7 @@ def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: Llam
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         for tokens, complaint in (
-            ([5, 97], "a token must be from 0 to 96"),
+            ([5, 97], "vocabulary, from 0 to 96"),
             ([[5], [6]], "one conversation"),
         ):
             with pytest.raises(ValueError, match=complaint):

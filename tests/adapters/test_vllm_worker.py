@@ -111,7 +111,7 @@ def test_a_copy_that_does_not_end_keeps_the_engine_awake(monkeypatch: pytest.Mon
     half.rest_s = 0.0
     monkeypatch.setattr(engine.scheduler, "_workers_here", lambda: [half])
     assert engine.scheduler.reset_cache() is False
-    with pytest.raises(TimeoutError, match="are still in flight; wait and try again"):
+    with pytest.raises(TimeoutError, match="are still in flight; call unregister_kv_caches again"):
         engine.workers[0].unregister_kv_caches()
     engine.copies[0].open()
     half.rest_s = 60.0

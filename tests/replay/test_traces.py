@@ -130,7 +130,7 @@ def test_invalid_trace_is_refused_with_location_value_and_expectation(
 
 def test_a_file_that_is_not_text_is_refused_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_bytes(ONE.encode() + b'{"timestamp": \xff}')
-    with pytest.raises(ConfigError, match=r"t\.jsonl:2 has the byte 0xff, expected UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2 contains the invalid byte 0xff, expected UTF-8 text"):
         read_traces([tmp_path / "t.jsonl"])
 
 

@@ -305,6 +305,6 @@ def test_a_document_that_is_too_long_is_refused_with_sizes_and_without_an_answer
     response = server.http.post("/v1/documents", json={"name": "long", "text": "x" * 5000})
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.startswith("a prompt of 50")
+    assert message.startswith("the request is too long, with a prompt of 50")
     assert "answer" not in message
     assert f"at most {server.engine.max_tokens} tokens fit" in message

@@ -215,7 +215,7 @@ def test_a_request_that_needs_all_of_hbm_is_not_overtaken_by_smaller_ones() -> N
         (
             [1] * 500,
             13,
-            "at most 248 tokens fit .*the model reads 512 tokens, HBM holds 32 pages of 8 tokens",
+            "at most 248 tokens fit .*the model reads up to 512 tokens, HBM holds 32 pages of 8 tokens",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def bench(engine: Engine, tmp_path: Path) -> Iterator[Bench]:
         (
             [torch.zeros(SLOTS, 2, PLANES, TOKENS, HEADS, DIM, dtype=torch.float16)],
             "BLKNHX",
-            "must have B, N and H once",
+            "must contain B, K, N, H and D once each",
         ),
         ([torch.zeros(SLOTS, 2, 3, dtype=torch.float16)], "BLC", "C must be 2 x head_dim, got 3"),
         ([], "BKNHD", "must hold 2 layers, got 0"),

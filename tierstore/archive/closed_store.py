@@ -152,7 +152,7 @@ def open_source(shard: Shard) -> Iterator[ClosedSource]:
         if holder is not None:
             raise ConfigError(
                 f"{shard.directory} is in use by process {holder or 'unknown'}; close that store first, "
-                "or let it call export_pages"
+                "or call its export_pages"
             )
         found = examine(shard.directory)
         if found.fault is not None:

@@ -387,9 +387,9 @@ class Ask:
         if available is None or needed <= available:
             return
         raise ConfigError(
-            f"--shape {self.shape} has weights of {format_size(self.weights_nbytes)}, and with the pages of "
-            f"--prefix {self.prefix} needs {format_size(needed)} {where}, but {format_size(available)} are available; "
-            "use a smaller --prefix, or --shape tiny"
+            f"--shape {self.shape} has {format_size(self.weights_nbytes)} of weights, and together with the pages of "
+            f"--prefix {self.prefix} it needs {format_size(needed)} {where}, but only {format_size(available)} are "
+            "available; use a smaller --prefix, or --shape tiny"
         )
 
     def prompt(self, prefix: int) -> torch.Tensor:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 Config = Annotated[Path, typer.Option(help="Configuration of the store; its nvme section is used.")]
 _SHOWN_KEYS = 20
 _READ_FIRST = (
-    "Let the model read it first: give it to `tierstore serve` with this configuration (POST /v1/documents), or run it "
-    "through a TierStoreCache. Then stop that program and export again. Text that was read with a salt, a tenant's key "
-    "or extras has other page keys: list these in a file for --keys"
+    "Let the model read the document first: send it to `tierstore serve` with this configuration (POST /v1/documents), "
+    "or run it through a TierStoreCache. Then stop that program and export again. Text that was read with a salt, a "
+    "tenant's key or extras has other page keys: list these in a file for --keys"
 )
 """Advice in the error message about a document that no model has read."""
 

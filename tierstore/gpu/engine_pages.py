@@ -184,7 +184,8 @@ def _canonical(tensor: torch.Tensor, layer: int, layout: str, spec: PageSpec) ->
         tensor, letters = tensor.unsqueeze(0), "K" + letters
     if sorted(letters) != sorted("BKNHD"):
         raise ConfigError(
-            f"EnginePages.layout must have B, N and H once, and either K and D or C (L is optional), got {layout!r}"
+            "EnginePages.layout must contain B, K, N, H and D once each (C may replace K and D, L may be added, and K "
+            f"may be left out if pages have one plane), got {layout!r}"
         )
     view = tensor.permute([letters.index(x) for x in "BKNHD"])
     if tuple(view.shape[1:]) != spec.shape[1:] or view.dtype != torch_dtype(spec):

@@ -56,7 +56,7 @@ class Threads:
         """Return a line that tells users the number of threads, the reason, and how to change the number."""
         return (
             f"torch computes with {self.count} thread{'' if self.count == 1 else 's'} ({self.why}); "
-            "--threads sets another number"
+            "use --threads to set another number"
         )
 
 
@@ -123,7 +123,7 @@ def use_fewer_threads(cores: float) -> Threads | None:
     before = torch.get_num_threads()
     if before == 1 or cores >= _MOST_OF_IT * before:
         return None
-    chosen = Threads(max(1, int(cores)), f"{before} threads got the time of only {cores:.1f} cores")
+    chosen = Threads(max(1, int(cores)), f"{before} threads got the CPU time of only {cores:.1f} cores")
     torch.set_num_threads(chosen.count)
     return chosen
 

@@ -180,7 +180,7 @@ def _marker_fault(home: Path) -> str | None:
         raise _foreign(home) from None
     if not isinstance(found, dict) or found.get("format") != "tierstore-nvme":
         if _has_own_shard(home) or (not isinstance(found, dict) and _all_ours(home)):
-            return "its contents are not those of a home marker"
+            return "it does not contain a home marker"
         raise _foreign(home)
     version = found.get("version")
     if version == HOME_VERSION:

@@ -131,7 +131,7 @@ def purge(path: Path, which: str) -> PurgeReport:
         ValueError: ``which`` is empty.
     """
     if not which:
-        raise ValueError("which must be 'all', 'damaged' or the beginning of a fingerprint, got ''")
+        raise ValueError("`which` must be 'all', 'damaged' or the beginning of a fingerprint, got ''")
     removed: list[str] = []
     kept: list[tuple[str, str]] = []
     freed = 0

@@ -274,7 +274,7 @@ class PageCount:
         for key, _, flags in self._whole(tree, name):
             if flags & ~_BIG:
                 raise Damaged(
-                    f"the value of {key.decode(errors='replace')!r} in the {name} is not a plain value"
+                    f"the value of {key.decode(errors='replace')!r} in the {name} has invalid flags"
                 )
 
     def entries(self, tree: Tree, name: str) -> Iterator[bytes]:
@@ -308,7 +308,7 @@ class PageCount:
             for key, nbytes, flags, at, raw in nodes:
                 first = 0
                 if flags & ~_BIG:
-                    raise Damaged(f"the value of {key.hex()} in the {name} is not a plain value")
+                    raise Damaged(f"the value of {key.hex()} in the {name} has invalid flags")
                 if flags & _BIG:
                     first = int.from_bytes(raw[at : at + 8], "little")
                     self._take_value(first, nbytes, name)
@@ -374,7 +374,7 @@ class PageCount:
         if numbers[0] >= self._pages or any(this <= following for this, following in pairwise(numbers)):
             raise Damaged(f"the {_FREE} names pages out of order or beyond the file")
         if any(map(self._taken.__getitem__, numbers)):
-            raise Damaged(f"the {_FREE} names a page that is claimed twice")
+            raise Damaged(f"the {_FREE} names a page that is claimed twice or in use")
         deque(map(self._taken.__setitem__, numbers, repeat(1)), maxlen=0)
 
     def _take(self, first: int, count: int, name: str) -> None:
@@ -556,7 +556,9 @@ def _check_values(records: Iterator[tuple[bytes, bytes]], values: _Values) -> No
         value = values.of(key)
         number = int.from_bytes(raw[PAGE_NUMBER], "little")
         if number and (value is None or value.page != number):
-            raise Damaged(f"catalogue record of {key.hex()} names a page that belongs to another record")
+            raise Damaged(
+                f"catalogue record of {key.hex()} names an LMDB page that does not hold the value of this key"
+            )
         stored = int.from_bytes(raw[STORED_NBYTES], "little")
         if value is not None and value.page and value.nbytes != _HEAD_NBYTES + stored:
             raise Damaged(

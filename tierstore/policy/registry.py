@@ -76,7 +76,7 @@ def _needed(name: str, known: Known | None) -> Known:
     if known is not None:
         return known
     if name not in WITHOUT_HISTORY:
-        raise ValueError(f"policy {name!r} needs a history, but known is None")
+        raise ValueError(f"policy {name!r} needs a history: `known` must not be None")
     return Known(History(1), 1.0)
 
 

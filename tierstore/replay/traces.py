@@ -167,7 +167,7 @@ def _text(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{file}:{line} has the byte {error.object[error.start]:#04x}, expected UTF-8 text"
+            f"{file}:{line} contains the invalid byte {error.object[error.start]:#04x}, expected UTF-8 text"
         ) from error
 
 

@@ -406,7 +406,9 @@ class Engine:
             waiting = len(self._arrived) + len(self._line)
             if waiting >= self._max_waiting:
                 self.figures.ended("busy")
-                raise BusyError(f"{waiting} requests are already waiting; the limit is {self._max_waiting}")
+                raise BusyError(
+                    f"{waiting} requests are already waiting; the limit is {self._max_waiting}: try again later"
+                )
             self._arrived.append(asked)
             self._changed.notify_all()
         return Ticket(asked, self._wake)
@@ -437,8 +439,8 @@ class Engine:
         if tokens > self.max_tokens:
             answer = f" and an answer of up to {ask.max_tokens}" if ask.max_tokens else ""
             raise RefusedError(
-                f"a prompt of {len(ask.prompt)} tokens{answer} is too long: at most "
-                f"{self.max_tokens} tokens fit (the model reads {self._reader.max_tokens} tokens, "
+                f"the request is too long, with a prompt of {len(ask.prompt)} tokens{answer}: at most "
+                f"{self.max_tokens} tokens fit (the model reads up to {self._reader.max_tokens} tokens, "
                 f"HBM holds {self._slots} pages of {self._page_size} tokens)"
             )
         return -(-tokens // self._page_size) + _SPARE

@@ -256,9 +256,9 @@ class OpaqueTensor(torch.Tensor):
                     return args[0]
         name = getattr(func, "__self__", func) if getattr(func, "__name__", "") == "__get__" else func
         raise ValueError(
-            f"the model computes with K or V ({getattr(name, '__name__', name)}) instead of attending to them as the "
-            "cache returned them, so the pages do not contain the values that it attends to. Load the model with "
-            f'attn_implementation="{ATTENTION}". If you did, run it without TierStoreCache'
+            f"the model applies {getattr(name, '__name__', name)} to K or V instead of attending to them as the cache "
+            "returned them, so the pages do not contain the values that it attends to. Load the model with "
+            f'attn_implementation="{ATTENTION}". If you already did, run the model without TierStoreCache'
         )
 
 
@@ -495,7 +495,7 @@ def tierstore_attention(
     if present or dropout:
         raise ValueError(
             f"TierStoreCache does not support {', '.join(present) or 'dropout'}, which {type(module).__name__} passes "
-            f"to attention: {'run this model without it' if present else 'call model.eval()'}"
+            f"to attention: {'run this model without TierStoreCache' if present else 'call model.eval()'}"
         )
     _check_mask(module, layer, query, attention_mask, kwargs.get("is_causal"))
     layer.mark_read()
@@ -603,7 +603,8 @@ def _check_mask(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and not causal and query.shape[2] > 1:
         raise ValueError(
-            f"{name} is bidirectional, but TierStoreCache supports only causal attention: run this model without it"
+            f"{name} is bidirectional, but TierStoreCache supports only causal attention: run this model "
+            "without TierStoreCache"
         )
     if window != layer.window:
         raise ValueError(

@@ -281,7 +281,7 @@ class PagedCache(Cache):
         for name, given in (("K", keys), ("V", values)):
             if (given.shape[1], given.shape[3]) != (heads, dim):
                 raise ValueError(
-                    f"layer {layer.position} computes {name} in {given.shape[1]} heads of dimension "
+                    f"layer {layer.position} computes {name} with {given.shape[1]} heads of dimension "
                     f"{given.shape[3]}, but the model's configuration says {heads} heads of dimension {dim}: run "
                     "this model without TierStoreCache"
                 )
@@ -519,7 +519,7 @@ class PagedCache(Cache):
         for given in (keys, values):
             if given.dtype != pages.dtype or given.device != pages.device:
                 raise ValueError(
-                    f"the model computes {given.dtype} on {given.device}, but the pages hold {pages.dtype} on "
+                    f"the model computes in {given.dtype} on {given.device}, but the pages hold {pages.dtype} on "
                     f"{pages.device}: open the store with page_specs of this model, on the model's device"
                 )
         device = pages.device.type

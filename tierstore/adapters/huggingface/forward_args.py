@@ -23,7 +23,7 @@ def check_tokens(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> No
     for name, token in sorted(places.items()):
         if any(token in prompt for prompt in prompts):
             raise ValueError(
-                f"the prompt contains token {token}, {name} of {type(model).__name__}, but TierStoreCache keeps "
+                f"the prompt contains token {token} ({name} of {type(model).__name__}), but TierStoreCache keeps "
                 "K and V of text only, even with extra=. Run requests with images, audio or video without "
                 "TierStoreCache"
             )

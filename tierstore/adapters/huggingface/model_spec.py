@@ -268,7 +268,7 @@ def _check_heads(layer: int, module: torch.nn.Module, shape: KvShape) -> None:
         width = width if isinstance(width, int) else shape.num_kv_heads * head_dim
         if (width, head_dim) != (shape.num_kv_heads * shape.head_dim, shape.head_dim):
             raise ValueError(
-                f"layer {layer} ({type(module).__name__}) computes {name} in {width / head_dim:g} heads of dimension "
+                f"layer {layer} ({type(module).__name__}) computes {name} with {width / head_dim:g} heads of dimension "
                 f"{head_dim}, but the model's configuration says {shape.num_kv_heads} heads of dimension "
                 f"{shape.head_dim}: pages need the same K/V heads in all layers. {_INSTEAD}"
             )

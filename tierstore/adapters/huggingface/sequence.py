@@ -265,7 +265,8 @@ class PagedSequence:
         needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
         if needed < self.table.first_page:
             raise ValueError(
-                f"cannot go back to {num_tokens} tokens: pages of their window were dropped. Reset the cache instead"
+                f"cannot go back to {num_tokens} tokens: pages in the next token's window were dropped. Reset the "
+                "cache instead"
             )
         self._list_sealed()
         pages = -(-num_tokens // self.table.page_size)

@@ -107,7 +107,7 @@ class Session:
         strange = [token for token in tokens if not 0 <= token < size]
         if strange:
             raise ValueError(
-                f"a token must be from 0 to {size - 1} (the model's vocabulary), got {strange[0]}"
+                f"each token must be in the model's vocabulary, from 0 to {size - 1}, got {strange[0]}"
             )
         self._tokens += tokens
         return torch.tensor([self._tokens], device=self._home.model.device)
@@ -147,7 +147,10 @@ class Session:
             ValueError: The options ask for several answers.
         """
         if options.get("num_return_sequences", 1) != 1:
-            raise ValueError("a session has one answer per turn; fork the session to try several answers")
+            raise ValueError(
+                "num_return_sequences must be 1, because a session has one answer per turn; fork the session to try "
+                "several answers"
+            )
         model: Any = self._home.model
         prompt = torch.tensor([self._tokens], device=model.device)
         with self.turn() as cache:

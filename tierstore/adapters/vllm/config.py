@@ -168,8 +168,8 @@ def _for_engine(config: StoreConfig) -> StoreConfig:
         )
     if host == "none" and disk not in _DISK_CODECS:
         raise ConfigError(
-            f"nvme.codec must be {' or '.join(_DISK_CODECS)} under vLLM without a host.codec, got {disk!r}: set "
-            "host.codec to int8 to store pages with losses, in host memory and on disk"
+            f"nvme.codec must be {' or '.join(_DISK_CODECS)} under vLLM without a host.codec, got {disk!r}: to "
+            "store pages with a lossy codec in host memory and on disk, set host.codec to int8"
         )
     if host != "none" and disk not in allowed_over(host):
         raise ConfigError(

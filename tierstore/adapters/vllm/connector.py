@@ -89,7 +89,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
             raise compat.too_old_for(compat.RECURRENT)
         if TransferResults is None and self._deployment.pins:
             raise ConfigError(
-                "layers keep their KV in several precisions, and vLLM's model runner V2 then clears blocks that are "
+                "this model's layers keep KV in several precisions, so vLLM's model runner V2 clears blocks that are "
                 "still being stored; set VLLM_USE_V2_MODEL_RUNNER=0, or leave kv_cache_dtype_skip_layers empty"
             )
         if TransferResults is None and self._deployment.heads is not None:
@@ -308,7 +308,8 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         """
         if self._worker is not None and not self._worker.rest():
             raise TimeoutError(
-                "copies from or to the engine's KV memory are still in flight; wait and try again before freeing it"
+                "copies from or to the engine's KV memory are still in flight; call unregister_kv_caches again before "
+                "you free that memory"
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -315,7 +315,9 @@ def heads_of(kv_cache_config: Any, codec: str) -> Heads:
             f"{heads.planes} x {heads.dim} elements of {heads.dtype} per token and head (layers {_some(layers)})"
             for heads, layers in found.items()
         )
-        raise codec_refused(codec, f"a page then needs layers of one kind, and this model has {described}")
+        raise codec_refused(
+            codec, f"the codec needs the same heads in all layers, but this model has {described}"
+        )
     return next(iter(found))
 
 
@@ -331,14 +333,15 @@ def _heads(spec: Any, layers: tuple[str, ...], codec: str) -> Heads:
     if name not in _KINDS:
         held = "recurrent states" if name == _STATE else f"a {type(spec).__name__}"
         raise codec_refused(
-            codec, f"layers {_some(layers)} keep {held}, and all groups share the same memory"
+            codec,
+            f"layers {_some(layers)} keep {held}, which the codec cannot encode, and all groups share the same memory",
         )
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in WORDS or getattr(spec, "kv_quant_mode", False):
         allowed = ", ".join(WORDS)
         raise codec_refused(
             codec,
-            f"layers {_some(layers)} keep KV in {dtype}, quantized by vLLM, and the codec needs {allowed}",
+            f"layers {_some(layers)} keep KV in {dtype}, quantized by vLLM, but the codec needs one of {allowed}",
         )
     packed = getattr(spec, "state_content_bytes", None) is not None
     if packed or getattr(spec, "tokens_per_state", 1) != 1:
@@ -453,7 +456,7 @@ def _state(spec: Any, layers: tuple[str, ...]) -> State:
 def _not_served(spec: Any, layers: tuple[str, ...]) -> ConfigError:
     return ConfigError(
         f"TierStoreConnector does not support layers {_some(layers)} with a {type(spec).__name__}: it supports full "
-        "attention, sliding windows, local chunks and recurrent states, each in groups of their own. Try "
+        "attention, sliding windows, local chunks and recurrent states, each in separate groups. Try "
         "--disable-hybrid-kv-cache-manager, with which vLLM may put all layers into one group of full attention"
     )
 

@@ -189,8 +189,8 @@ class Paging:
             found = [field.name for field in fields(Shape)]
             found = [name for name in found if getattr(self.shape, name) != getattr(before[1], name)]
             raise ValueError(
-                f"with max_pages, every plan must have the first plan's shape and batch of {before[0]} sequences, "
-                f"got a batch of {self.batch}" + "".join(f", another {name}" for name in found)
+                f"with max_pages, every plan must have the first plan's shape and its batch of {before[0]} sequences, "
+                f"got a batch of {self.batch}" + "".join(f" and a different {name}" for name in found)
             )
 
 
@@ -216,5 +216,7 @@ def _require_starts(name: str, starts: NDArray[np.int64], batch: int, end: int |
     right = len(starts) == batch + 1 and starts[0] == 0 and bool((np.diff(starts) >= 0).all())
     if right and end is not None:
         right = int(starts[-1]) == end
-    ending = "" if end is None else f" to {end} (len(indices))"
-    _require(right, name, starts.tolist(), f"{batch + 1} numbers that rise from 0{ending}")
+    ending = "" if end is None else f" and ending with {end} (len(indices))"
+    _require(
+        right, name, starts.tolist(), f"{batch + 1} integers that never decrease, starting with 0{ending}"
+    )
