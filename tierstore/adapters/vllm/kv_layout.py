@@ -264,7 +264,7 @@ def _overlapping(one: _Run, other: _Run) -> ConfigError:
     described = " and ".join(
         f"bytes {r.start} to {r.end} (repeated every {exact_size(r.apart)})" for r in (one, other)
     )
-    return ConfigError(f"blocks of the KV tensors must not share memory, got blocks at {described}")
+    return ConfigError(f"different blocks of the KV tensors must not share memory, got blocks at {described}")
 
 
 def _alike(views: Sequence[_Blocks], runs: Sequence[_Run]) -> list[torch.Tensor]:
