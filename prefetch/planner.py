@@ -159,7 +159,7 @@ class _Try:
 
 
 class _Planning:
-    """The state of one call to ``plan``: the free time of each edge, and the free space."""
+    """The state of one call to ``plan``: the periods in which each edge is free, and the free space."""
 
     def __init__(self, machine: Machine, now: float) -> None:
         self.promotions: list[Promotion] = []

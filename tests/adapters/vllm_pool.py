@@ -117,9 +117,10 @@ class Pool:
         self._hash_of.clear()
 
     def local(self, hashes: Sequence[bytes], tokens: int) -> tuple[int, Tables]:
-        """Return the length of the longest prefix for which every group has all needed blocks, and these blocks.
+        """Return the longest prefix for which every group has all the blocks that it needs.
 
-        The length is in tokens, at most ``tokens``.
+        Returns:
+            The length of the prefix in tokens, at most ``tokens``, and these blocks.
         """
         for end in range(tokens // self.unit * self.unit, 0, -self.unit):
             tables = [self._found(number, hashes, end) for number in range(len(self.kinds))]

@@ -19,10 +19,12 @@ def losing(trouble: Trouble | None) -> bool:
 
 
 def wait_final(lease: Lease, trouble: Trouble | None) -> LeaseState:
-    """Wait until a lease is READY or FAILED, and return its state, which is PENDING only if acks are lost.
+    """Wait until a lease is READY or FAILED, and return its state. While acks are being lost, do not wait for long.
+
+    In that case, the state may be PENDING.
 
     Raises:
-        Overdue: The lease is still PENDING after ``PATIENCE_S`` seconds, although no ack is lost.
+        Overdue: The lease is still PENDING after ``PATIENCE_S`` seconds, although no ack is being lost.
     """
     deadline = monotonic() + PATIENCE_S
     while (state := lease.wait(0.02 if losing(trouble) else _SLICE_S)) is LeaseState.PENDING:

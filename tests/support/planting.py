@@ -110,8 +110,9 @@ def find(package: str, bug: Bug, checkout: Path = CHECKOUT) -> str:
 def load(subject: ModuleType, bug: Bug | None = None, package: str | None = None) -> ModuleType:
     """Return a copy of the subject that runs the code with the bug. Loaded modules do not change.
 
-    The bug is searched for in ``package``, by default the package of the subject. If the bug is in another module, the
-    copy of the subject uses a copy of that module, and copies of the modules through which the subject imports it.
+    The code that the bug replaces is looked up in ``package``, by default the package of the subject. If this code is
+    not in the subject's own module, the copy of the subject uses a changed copy of the module that contains it, and
+    copies of the modules through which the subject imports that module.
     Raises AssertionError as ``find`` does.
     """
     planted = None if bug is None else find(package or _package(subject), bug)

@@ -421,7 +421,7 @@ class PagedCache(Cache):
         return last_columns(output, asked, self._width) if asked else None
 
     def _leave_pass(self) -> None:
-        """Make the next pass feed again the columns that this pass, which raised an exception, had prepended."""
+        """After a failed pass, let the next pass prepend the same columns again."""
         self.batch.not_fed()
 
     def _measure(self, first: int) -> None:

@@ -226,8 +226,8 @@ class Holding:
     def owns(self, pages: range) -> bool:
         """Return whether this sequence holds exactly these pages and shares the lease with no fork.
 
-        Also return False if the lease has lost all of its pages: it counts as failed even if pages are put under it
-        later.
+        Also return False if the lease has lost all of its pages. Such a lease has failed for good, even if pages are
+        added to it later.
         """
         lease = self._lease.lease
         return self._lease.holders == 1 and self.pages == pages and (bool(pages) or not lease.keys)
@@ -346,7 +346,8 @@ class Tail:
 class Opening:
     """The stored prefix of a prompt: the first ``table.num_tokens`` tokens, in the slots of ``table``.
 
-    ``lease`` pins the full pages. If the last page was continued or copied, it is private to the table.
+    ``lease`` pins the full pages. A partly filled last page is private to the table: it was taken over from an earlier
+    request or copied.
     """
 
     table: BlockTable

@@ -54,7 +54,8 @@ class CommandQueue:
 
     The queue has a thread that starts commands whose event has occurred. The thread does not depend on the engine's
     steps, which may take a long time. The thread is created when first needed, and sleeps while no command waits for
-    an event: completed copies are noticed once per step, and the mover keeps the link busy by itself.
+    an event. It has nothing else to do: the engine's steps collect completed copies, and the mover keeps the link busy
+    by itself.
     """
 
     def __init__(self, mover: Mover, wakeup: Wakeup) -> None:
