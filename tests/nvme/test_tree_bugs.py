@@ -50,7 +50,7 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
     "borders are not compared": ("keys[0] >= part.low and", "True or", FOUND),
     "records are not counted": ("if count != tree.entries:", "if False:", FOUND),
     "trees are made one after the other": (
-        "with env.begin(write=True) as txn:  # all trees or none, even if the process is killed",
+        "with env.begin(write=True) as txn:",
         "for txn in [None]:",
         test_tree_damage.test_a_new_directory_has_all_its_trees_or_none,
     ),
