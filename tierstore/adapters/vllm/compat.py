@@ -104,8 +104,9 @@ def too_old_for(models: str) -> ConfigError:
 def no_codec() -> ConfigError:
     """Return the error for ``host.codec`` before vLLM 0.32, where the KV tensors depend on the attention backend."""
     return ConfigError(
-        f"host.codec needs vLLM 0.32 or newer, got {installed()}: in earlier versions, each attention backend lays out "
-        "the heads of a block in its own way; install a newer vLLM, or set host.codec to none"
+        f"host.codec needs vLLM {STATES[0]}.{STATES[1]} or newer, got {installed()}: in earlier versions, each "
+        "attention backend lays out the heads of a block in its own way; install a newer vLLM, or set host.codec to "
+        "none"
     )
 
 
