@@ -1,7 +1,7 @@
-"""Lets vLLM cache prefixes of models with MLA on a CPU without AMX. ``child`` imports it before the engine starts.
+"""Enables vLLM's prefix cache for models with MLA on a CPU without AMX. ``child`` imports it before the engine starts.
 
-vLLM switches prefix caching off in that case, because its prefill does not read cached tokens. Decoding does. A prompt
-must therefore have a single token after its hit, which vLLM computes as in decoding.
+vLLM disables the prefix cache there, because prefill on such a CPU cannot read cached tokens. Decode can. Therefore, a
+prompt must have exactly one token after its cached prefix: vLLM computes a single token as a decode step.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 CASE is a JSON file ``{"engine": {...}, "transfer": {...} or null, "steps": [[name, {...}], ...]}``. It contains
 the arguments of vLLM's ``LLM``, those of ``KVTransferConfig``, and the steps to execute in order. A step is a method of
-``Life`` and its arguments. The file RESULT gets ``{"steps": [...]}``, with one result per step. With
-``"prefill": {"engine": ..., "transfer": ...}``, a second engine computes prompts for the first one, over NIXL. With
-``"first": MODULE``, this module is imported before the engine starts.
+``Life`` and its arguments. The program writes ``{"steps": [...]}`` to the file RESULT, with one result per step. With
+``"prefill": {"engine": ..., "transfer": ...}``, a second engine prefills prompts and sends their KV to the first one
+over NIXL. With ``"first": MODULE``, this module is imported before the engine starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prompt = str | list[int] | dict[str, Any]
 
 
 class Life:
-    """One engine, from its start to its end. Every public method is a step, and returns plain data."""
+    """An engine. Each public method is a step of a case, and returns data that JSON can represent."""
 
     def __init__(self, engine: dict[str, Any], transfer: dict[str, Any] | None) -> None:
         from vllm import LLM
@@ -53,9 +53,9 @@ class Life:
         return [answer for prompt in prompts for answer in self._answers([prompt], tokens)]
 
     def remote(self, prompts: list[Prompt], tokens: int) -> list[dict[str, Any]]:
-        """Answer prompts that the other engine computes first.
+        """Answer prompts after the second engine has prefilled them.
 
-        ``prefiller_cached`` in the result is the number of tokens that the other engine had cached.
+        ``prefiller_cached`` in the result is the number of tokens that the second engine found in its cache.
         """
         assert self.prefiller is not None
         answers = []
@@ -126,20 +126,21 @@ class Life:
         return bool(self._llm.reset_prefix_cache())
 
     def sleep(self) -> None:
-        """Put the engine to sleep and wake it up. On the CPU, vLLM goes through both in full but releases no memory."""
+        """Put the engine to sleep and wake it up. On the CPU, vLLM performs both but releases no memory."""
         self._llm.sleep(level=1)
         self._llm.wake_up()
 
     def interrupted(
         self, prompts: list[Prompt], tokens: int, pauses: list[str], every: int
     ) -> list[dict[str, Any]]:
-        """Answer prompts together. After each ``every`` steps, interrupt them with the next one of ``pauses``.
+        """Answer prompts together. Whenever ``every`` engine steps have passed, interrupt them with the next pause.
 
-        A pause is "reset", which preempts all requests and clears the engine's own cache, or "sleep 1" or "sleep 2",
-        which do so and then put the engine to sleep at that level. On the CPU, the engine keeps its memory while it
-        sleeps, so this step overwrites the KV memory. Needs ``in_process``.
+        The pause "reset" preempts all requests and clears the engine's own prefix cache. "sleep 1" and "sleep 2" do
+        the same, and then put the engine to sleep at level 1 or 2. On the CPU, an engine keeps its memory while it
+        sleeps, so these two pauses also overwrite the KV memory. Needs ``in_process``.
 
-        A pause is delayed while a waiting request has blocks, for example for a load: vLLM cannot reset its cache then.
+        vLLM cannot reset its cache while a waiting request owns blocks, for example for a load. The pause is then
+        delayed.
         """
         names = [self._begin(prompt, tokens) for prompt in prompts]
         done: dict[str, Any] = {}
@@ -158,7 +159,7 @@ class Life:
         ]
 
     def _statuses(self, names: Collection[str]) -> list[str]:
-        """Return vLLM's status of the requests with these names. Empty if the scheduler is in another process."""
+        """Return the vLLM status of each named request, or an empty list if the scheduler is in another process."""
         core = getattr(self._engine.engine_core, "engine_core", None)
         ids = {
             each for name in names for each in self._engine.output_processor.external_req_ids.get(name, ())
@@ -183,7 +184,7 @@ class Life:
         self._llm.wake_up()
 
     def settle(self, tokens: int = 16) -> None:
-        """Answer a short, uncached prompt. This gives background work ``tokens`` steps to proceed."""
+        """Generate ``tokens`` tokens from a short, uncached prompt, so that background work can proceed."""
         self._answers([[5, 4, 3]], tokens)
 
     def rest(self) -> None:
@@ -196,8 +197,8 @@ class Life:
     ) -> dict[str, Any]:
         """Send ``requests`` requests, at most ``most`` at a time, and abort about half of them after a random time.
 
-        The result contains the answer to each of the other requests, with the index of its prompt, and the number of
-        aborted requests by their status in vLLM. There are no statuses if vLLM's scheduler is in another process.
+        The result contains the answer to each request that was not aborted, with the index of its prompt. It also
+        contains the number of aborted requests per vLLM status, unless the scheduler is in another process.
         """
         dice = random.Random(seed)
         running: dict[str, tuple[int, int]] = {}
@@ -225,7 +226,7 @@ class Life:
         return {"answered": answered, "aborted": aborted, "statuses": statuses, "steps": steps}
 
     def counts(self) -> dict[str, float]:
-        """Return the counters and gauges about caches, by name, and also by name and labels if they have labels."""
+        """Return the values of counters and gauges about caches: the total per name, and one per name and labels."""
         found: dict[str, float] = defaultdict(float)
         for metric in self._llm.get_metrics():
             value = getattr(metric, "value", None)
@@ -245,7 +246,7 @@ class Life:
     def held(self) -> dict[str, int]:
         """Return how many objects of each kind the connector and vLLM hold for requests. Needs ``in_process``.
 
-        All numbers are 0 if there are no requests and no copies in flight, unless something leaked.
+        When no requests and no copies are in flight, a number above 0 means that something leaked.
         """
         scheduler = self._core().scheduler
         half, tables = scheduler.connector._scheduler, scheduler.connector._steps._tables
@@ -269,7 +270,7 @@ class Life:
         }
 
     def memory(self) -> int:
-        """Return the resident memory of this process in bytes, after unused memory was returned to the system."""
+        """Return unused memory to the operating system. Return the process's resident memory in bytes."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -68,7 +68,7 @@ def mla_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def hybrid(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Hybrid]:
-    """Return a function that returns a model with recurrent states, by name. Each model is made once."""
+    """Return a function that returns the ``Hybrid`` with a given name. Each model is created only once."""
     python = _python(request)
     return lru_cache(lambda name: Hybrid(name, python, tmp_path_factory.mktemp("hybrid-engines")))
 
@@ -101,7 +101,7 @@ def _python(request: pytest.FixtureRequest) -> Path:
 
 
 def _oracle(engines: Engines, ahead: Sequence[tuple[Sequence[Prompt], int]] = ()) -> Oracle:
-    """Return an oracle whose first engine also answers the prompts in ``ahead``, for other tests."""
+    """Return an oracle. Its first call also computes the answers to ``ahead``, which later tests need."""
     known: dict[str, list[int]] = {}
     later = list(ahead)
 

@@ -46,13 +46,13 @@ class Hybrid:
         return len(self.prompts[0]) // self.unit * self.unit
 
     def life(self, *steps: Step, **more: Any) -> list[Any]:
-        """Run an engine whose scheduler is in its own process. Its steps are short, so prompts take several steps."""
+        """Run an engine in a single process. Its token budget is small, so a prompt takes several engine steps."""
         options: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 4, **more}
         return self.engines.life(steps, in_process=True, **{**options, **self.engines.always})
 
     @cached_property
     def plain(self) -> Plain:
-        """The answers of vLLM without a connector. They are computed once."""
+        """Compute the answers of vLLM without a connector."""
         alone, _, together, paused, turns = self.life(
             ask(self.prompts, TOKENS),
             reset(),

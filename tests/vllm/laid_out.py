@@ -3,7 +3,7 @@
 Run ``python -m tests.vllm.laid_out`` with the Python that has vLLM. vLLM plans and allocates the tensors from the specs
 of its models. The program stores a block of random bytes, overwrites all memory, and loads the block into another one.
 Its last line of output is JSON. For each model and layout, it lists the kinds of the groups, the size of a page, the
-number of pieces of memory in a page, and whether all layers got their bytes back.
+number of pieces of memory in a page, and whether the block was loaded unchanged in all layers.
 """
 
 from __future__ import annotations

@@ -41,5 +41,5 @@ def documents(count: int, facts: int) -> list[str]:
 
 
 def tile(prompts: Sequence[str], rounds: int) -> list[str]:
-    """Return all prompts, ``rounds`` times in the same order. An LRU pool too small for all of them has no hit."""
+    """Repeat the list of prompts ``rounds`` times. An LRU pool that cannot hold all of them never has a hit."""
     return [prompt for _ in range(rounds) for prompt in prompts]

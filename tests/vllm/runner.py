@@ -106,7 +106,7 @@ def files(folder: Path) -> Step:
 
 
 def kill() -> Step:
-    """Return the step that ends an engine as a crash does. It must be the last step."""
+    """Return the step that kills the engine's process, as a crash would. It must be the last step."""
     return "kill", {}
 
 
@@ -186,7 +186,7 @@ class Engines:
         first: str | None = None,
         **engine: object,
     ) -> list[Any]:
-        """Start an engine, execute ``steps``, and end it. Return the results of the steps, in order.
+        """Start an engine, execute ``steps``, and shut it down. Return the results of the steps, in order.
 
         Args:
             steps: Methods of ``child.Life`` with their arguments.

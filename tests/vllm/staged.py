@@ -1,8 +1,8 @@
 """The connector for an engine with pipeline stages on the CPU. vLLM loads it by name.
 
-A later stage needs a buffer for the tensors that it receives. vLLM 0.32 allocates it in a trial run. On the CPU in
-eager mode, there is no trial run, so the first step fails, even without a connector. Here, the stage allocates the
-buffer when it is first needed.
+Every stage except the first needs a buffer for the tensors that it receives. vLLM 0.32 allocates this buffer in a dummy
+run. In eager mode on the CPU, vLLM skips the dummy run, so the first step fails, even without a connector. This module
+makes the stage allocate the buffer when it is first needed.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_hits_of_every_tier_answer_like_plain_vllm(engines: Engines, oracle: Ora
 
 
 def differences(plain: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> list[float]:
-    """Return, per prompt, the largest difference in log-probability of the five likeliest first tokens in ``plain``."""
+    """Return, for each prompt, the largest log-probability difference among ``plain``'s five likeliest first tokens."""
     found = []
     for one, other in zip(plain, answers, strict=True):
         likeliest = sorted(one["logprobs"], key=one["logprobs"].__getitem__)[-5:]

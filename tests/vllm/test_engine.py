@@ -1,4 +1,7 @@
-"""Test what other tests rely on: plain vLLM's answer to a prompt never varies, and differs between prompts."""
+"""Test that plain vLLM always gives the same answer to a prompt, and different answers to different prompts.
+
+Other tests of real engines rely on this.
+"""
 
 from __future__ import annotations
 

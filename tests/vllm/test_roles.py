@@ -79,7 +79,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
 
 
 def _data(digests: dict[str, str]) -> dict[str, str]:
-    """Return the digests without LMDB's reader table, which every process that opens the directory changes."""
+    """Remove the digests of LMDB lock files, which change whenever a process opens the directory."""
     return {name: digest for name, digest in digests.items() if Path(name).name != "lock.mdb"}
 
 

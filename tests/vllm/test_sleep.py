@@ -1,4 +1,4 @@
-"""Test an engine that sleeps and wakes up: its pages are gone, and its answers are the same as before."""
+"""Test that an engine that has slept computes its pages again, and gives the same answers as before."""
 
 from __future__ import annotations
 
