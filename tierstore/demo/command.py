@@ -79,9 +79,8 @@ def demo(
     """Let a real model answer questions about more documents than HBM and host memory can hold.
 
     Asks again after a restart, and compares every answer with plain transformers, token by token. Prepares
-    SmolLM2-135M-Instruct on first use. Exit code 1 if an answer differs or another claim of the summary
-    fails; 2 if the demonstration could not run. Claims that cannot be shown with the given options are
-    listed, but not tested.
+    SmolLM2-135M-Instruct on first use. Exit code 1 if an answer differs or another claim in the summary does not hold;
+    2 if the demonstration could not run. Claims that cannot be shown with the given options are listed, but not tested.
     """
     try:
         _check(codec, host_codec, docs or [])
