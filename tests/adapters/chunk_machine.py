@@ -1,4 +1,4 @@
-"""A state machine of an engine that uses ``Chunks``, with a disk that answers when and how the machine decides."""
+"""A state machine of an engine that uses ``Chunks``. The machine decides when disk operations end and fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def content(number: int) -> NDArray[np.uint8]:
 
 
 class Disk:
-    """Stands in for ``NvmeTier``. Writes and erasures happen in the order of submission, reads in any order."""
+    """A stand-in for ``NvmeTier`` that completes writes and erasures in order of submission, and reads in any order."""
 
     tier = Tier.NVME
     record_nbytes = RECORD
@@ -85,7 +85,7 @@ class Disk:
         self.acks.append(Ack(transfer.id, not failures, ready, ready * RECORD, failures=failures))
 
     def read(self, index: int, failure: Failure | None, late: int | None) -> None:
-        """Answer a read. The first page fails if ``failure`` is set. The page numbered ``late`` stays in flight."""
+        """Complete a read. With ``failure``, its first page fails. The page at index ``late`` stays in flight."""
         transfer, out, places = self.reads.pop(index)
         failures, kept = [], []
         for position, place in enumerate(places):

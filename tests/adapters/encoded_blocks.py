@@ -1,4 +1,4 @@
-"""Blocks of vLLM in tensors of any layout, copied to encoded host memory and back by a worker half."""
+"""Helpers that copy blocks of vLLM, in KV tensors of any layout, to encoded host memory and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MHA, ODD, MLA = Heads(2, 64, "bfloat16"), Heads(2, 80, "bfloat16"), Heads(1, 192
 def tensors_of(order: str, heads: Heads, device: str) -> list[torch.Tensor]:
     """Allocate KV tensors with the dimensions in this order. Return a view ``[B, H, N, C]`` of each layer.
 
-    Keys and values of different tokens and heads have very different magnitudes, so two of them cannot share a scale.
+    Magnitudes differ so much between keys and values, tokens and heads that no two of them can share a scale.
     """
     rows = [SIZES[letter] for letter in "LBHN"] + [heads.planes]
     dice = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ def layout_of(tensors: Sequence[torch.Tensor], heads: Heads) -> KVLayout:
 
 @dataclass
 class Coded:
-    """A worker half with ``host.codec: int8`` whose blocks are ``tensors``."""
+    """A worker half with ``host.codec: int8``, and the KV tensors whose blocks it copies."""
 
     half: WorkerHalf
     tensors: list[torch.Tensor]

@@ -1,7 +1,8 @@
-"""A state machine of the transformers adapter: open caches, chats and a small store under memory pressure, all at once.
+"""A state machine of the transformers adapter, with open caches, chats and a store that is too small for all of them.
 
-Its reference model consists of lists of tokens. Whatever happened before, a forward pass gives the logits that plain
-transformers gives for these tokens, a page holds the K/V of its key's tokens, and no leased page is written.
+Its reference model consists of the tokens of each cache and chat. After every step, a forward pass must give the same
+logits as plain transformers for these tokens, each page must hold the K/V of its key's tokens, and no leased page may
+be written.
 """
 
 # mypy: allow-untyped-calls
@@ -27,7 +28,7 @@ storing = st.sampled_from(["all", "all", "all", "memory-only", "read-only", "no-
 
 
 class AdapterMachine(StoreMachine):
-    """Uses the adapter in random ways. Subclasses name the model, and a draft model if they use one."""
+    """Calls the adapter in random order. Subclasses set ``model``, and ``draft`` if they use a draft model."""
 
     flaky = False
     """Whether copies fail. If they do, reused tokens can be lost and computed again, and passes can be repeated."""
@@ -268,7 +269,7 @@ class AdapterMachine(StoreMachine):
 
     @rule(name=st.sampled_from("ab"), fed=prompts, said=st.booleans())
     def turn_by_hand(self, name: str, fed: list[int], said: bool) -> None:
-        """Run a turn by calling the model. If ``said``, append the turn's tokens, but with a different first token."""
+        """Run a turn by calling the model. If ``said``, append the turn's new tokens with the first one replaced."""
         session = self.chats.session(name, ttl_s=50.0)
         if not 0 < len(session.tokens) < 10 * PAGE or self.draft is not None:
             return

@@ -93,7 +93,7 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(data=st.data(), root=st.none() | roots, ids=st.lists(few_tokens, min_size=3, max_size=9))
     def insert_under_a_key_of_others(self, data: st.DataObject, root: bytes | None, ids: list[int]) -> None:
-        """Check that a key that belongs to other tokens or to another root is refused, and that nothing changes."""
+        """Check that inserting a page under a key of other tokens or of another root fails and changes nothing."""
         page = data.draw(st.sampled_from(self.pages))
         wanted = tuple(ids) if root is None else page.prefix
         chosen = page.root if root is None else root

@@ -1,4 +1,4 @@
-"""The store in the adapter's state machine: pages move and are checked, leases are held, and the store is reopened."""
+"""The part of the adapter's state machine that moves and checks pages, holds leases and reopens the store."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -39,7 +39,7 @@ prompts = st.builds(
 
 @dataclass(eq=False)
 class Open:
-    """An open cache and the tokens it was fed: ``fed`` by row for the model, ``drafted`` for the draft model."""
+    """An open cache, with the tokens fed to the model (``fed``, by row) and to the draft model (``drafted``)."""
 
     cache: TierStoreCache
     paddings: list[int]
@@ -54,7 +54,7 @@ class Open:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A state machine with a store and rules that act on it directly. Subclasses name the models, and add rules."""
+    """A state machine with a store and rules that act on it directly. Subclasses set the models and add rules."""
 
     model: ClassVar[PreTrainedModel]
     draft: ClassVar[PreTrainedModel | None] = None

@@ -1,4 +1,4 @@
-"""Test that a store answers questions from a document's pages that it imported, without computing them again."""
+"""Test that questions about a document reuse its pages after the store has imported them."""
 
 from __future__ import annotations
 

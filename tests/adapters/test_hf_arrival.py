@@ -1,4 +1,4 @@
-"""Test a stored prefix that arrives layer by layer: layers are used as they arrive, and lost pages are computed."""
+"""Test prefixes that arrive layer by layer: each layer is used once it has arrived, and lost pages are recomputed."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -55,9 +55,9 @@ def model() -> LlamaForCausalLM:
 
 @contextmanager
 def below(model: PreTrainedModel, *prompts: list[int], keep: int = 0) -> Iterator[TierStore]:
-    """Yield a store whose HOST tier has the full pages of these prompts, and whose other HBM slots hold garbage.
+    """Yield a store with the full pages of these prompts in HOST, except the first ``keep`` of each, which stay in HBM.
 
-    The first ``keep`` pages of each prompt stay in HBM.
+    All free HBM slots contain garbage.
     """
     with open_store(model, host=32) as store:
         for prompt in prompts:
@@ -90,7 +90,7 @@ def gate(patch: pytest.MonkeyPatch) -> Let:
 
 
 def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[int]:
-    """Let ``parts`` copies finish each time a lease is asked for another layer. Return the list of these layers."""
+    """When a lease is first asked for a layer, let ``parts`` copies finish and add the layer to the returned list."""
     asked: list[int] = []
     known: set[tuple[int, int]] = set()
     ready = Lease.ready
@@ -107,7 +107,7 @@ def let_go_when_asked(patch: pytest.MonkeyPatch, let: Let, parts: int) -> list[i
 
 
 def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
-    """Let ``parts`` copies finish while a lease waits for its first layer, and make the others fail at later layers."""
+    """When a lease waits for layer 0, let ``parts`` copies finish. When it waits for a later layer, fail all others."""
     let = gate(patch)
     known: set[int] = set()
     ready = Lease.ready
@@ -124,7 +124,7 @@ def broken_after_the_first_layer(patch: pytest.MonkeyPatch, parts: int) -> Let:
 
 
 def progress(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, timeout_s: float = PATIENCE_S) -> None:
-    """Require that a layer is requested when it is computed, and not before."""
+    """Require that a lease is asked for each layer only when the model is about to compute that layer."""
     expected = plain(model, PROMPT)
     asked: list[int] = []
     seen: list[int] = []
@@ -227,7 +227,7 @@ def test_layers_that_never_start_arriving_are_computed(
 
 
 def branch(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, broken: bool) -> None:
-    """Ask with a prompt that diverges from a stored one inside a page, which is copied as it arrives."""
+    """Answer a prompt that diverges from a stored one inside a page. That page is copied while it arrives."""
     prompt = PROMPT[: 2 * PAGE + 5] + random_prompt(4, seed=5)
     expected = plain(model, prompt)
     with below(model, PROMPT) as store:
@@ -357,7 +357,7 @@ def test_cache_cropped_before_its_first_pass_loses_no_token(
 
 @contextmanager
 def interrupted(patch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
-    """Interrupt the wait for pages with this number, counted from 1, and assert that the block lets that pass."""
+    """Raise KeyboardInterrupt in this wait for pages, counted from 1. Require that the ``with`` block raises it."""
     waits, reach = count(1), PageGroups.reach
 
     def once(pages: PageGroups, lease: Lease, timeout_s: float) -> LeaseState:
@@ -458,7 +458,7 @@ def test_pass_without_space_for_lost_pages_leaves_the_cache_unchanged(
 def test_cache_changed_after_an_interrupted_pass_survives_a_pass_that_fails(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, again: Callable[[TierStoreCache], None]
 ) -> None:
-    """The interrupted pass feeds tokens of lost pages again. It leaves nothing that a later failure would undo."""
+    """A pass that fails must restore the length of the changed cache, not its length before the interrupted pass."""
     ids = torch.tensor([PROMPT])
     with below(model, PROMPT) as store, torch.no_grad():
         let = gate(monkeypatch)
@@ -514,7 +514,7 @@ def test_partially_used_page_fails_while_its_lease_is_read(
 def test_request_whose_pages_failed_continues_in_pages_that_another_request_has_stored(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression test: the lease that had lost all its pages was taken for one whose pages were never written."""
+    """Regression test: a lease that had lost all its pages was treated like one whose pages had never been written."""
     expected = plain(model, PROMPT)
     with below(model, PROMPT) as store:
         let = gate(monkeypatch)
@@ -562,9 +562,9 @@ def test_chat_continues_after_pages_fail_between_turns(
 def slot_of_a_lost_page_in_use(
     model: LlamaForCausalLM, patch: pytest.MonkeyPatch
 ) -> Iterator[TierStoreCache]:
-    """Yield a cache of two rows: row 0's last page could not be loaded, and its slot is now row 1's copied page.
+    """Yield a cache with two rows: row 0's last page failed to load, and row 1 now uses its slot for a copied page.
 
-    Row 1 is opened when HBM has no other slot, so it waits until the store takes back the slot of the page that failed.
+    HBM has no other free slot when row 1 is opened, so row 1 waits until the store frees the slot of the failed page.
     """
     like = random_prompt(PAGE + 1, seed=7)
     ids, mask = pad_left([PROMPT, like[:5] + random_prompt(4, seed=8)])
@@ -633,7 +633,7 @@ def test_cache_closed_while_pages_arrive_leaks_nothing(
 
 
 def too_late(model: LlamaForCausalLM, patch: pytest.MonkeyPatch, prompt: list[int], parts: int) -> None:
-    """Let the wait for the second layer time out, and the rest arrive during the pass. No page counts as reused."""
+    """Let the wait for layer 1 time out, and later layers arrive. Check the answer, and that no token was reused."""
     expected = plain(model, prompt)
     with below(model, PROMPT) as store:
         let = gate(patch)

@@ -114,7 +114,7 @@ def refused(model: PreTrainedModel, prompt: list[int], match: str) -> Iterator[N
 
 
 def tiny_diff_llama() -> DiffLlamaForCausalLM:
-    """Return a small DiffLlama, which calls attention separately for each half of V, repeated to full length."""
+    """Return a small DiffLlama, which calls attention twice: once for each half of the value heads, repeated."""
     torch.manual_seed(0)
     config = DiffLlamaConfig(
         vocab_size=VOCABULARY,

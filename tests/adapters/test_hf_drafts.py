@@ -1,4 +1,4 @@
-"""Test assisted decoding: pages hold the K/V of a model and of its draft model, which never get out of step."""
+"""Test assisted decoding: each page holds the K/V of the same tokens for a model and for its draft model."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

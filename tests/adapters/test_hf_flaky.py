@@ -1,4 +1,4 @@
-"""Test the adapter's state machine with failing copies and interrupted waits: answers stay right, and nothing leaks."""
+"""Test the adapter's state machine with failing copies and interrupted waits. Answers stay correct, nothing leaks."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPENED: list[int] = []
 class FlakyMachine(AdapterMachine):
     """Makes some copies into HBM fail after they have written garbage, and interrupts some waits for pages.
 
-    After an interrupt, the cache is as before the call, and the walk continues with that cache.
+    An interrupted call must leave the cache as it was before. The walk then continues with that cache.
     """
 
     flaky = True
@@ -84,7 +84,7 @@ class FlakyMachine(AdapterMachine):
 
 
 def interruptible(name: str) -> Callable[..., None]:
-    """Return this rule of the machine. If it is interrupted, it has no effect."""
+    """Return the rule ``name`` of ``AdapterMachine``, with KeyboardInterrupt suppressed."""
 
     def run(machine: FlakyMachine, **arguments: Any) -> None:
         with suppress(KeyboardInterrupt):

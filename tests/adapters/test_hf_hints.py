@@ -37,7 +37,7 @@ def model() -> LlamaForCausalLM:
 
 
 def pause(store: TierStore, clock: Clock, loop: PrefetchLoop | None, tokens: tuple[int, ...]) -> list[Tier]:
-    """Demote the session's pages to disk, let a pause pass, and return the tiers that contain the pages afterwards."""
+    """Demote the session's pages to disk, advance the clock by a pause, and return the tiers that then hold them."""
     keys = store.keys(tokens[: len(tokens) - len(tokens) % PAGE])
     store.demote(keys, Tier.NVME)
     assert store.drain(PATIENCE_S)

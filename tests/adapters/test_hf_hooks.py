@@ -48,7 +48,7 @@ def kept_by(model: PreTrainedModel) -> dict[str, object]:
 
 
 class _Held:
-    """A reference to an object, equal only to another reference to it. It prevents reuse of the object's address."""
+    """A strong reference to an object. It is equal only to references to the same object."""
 
     def __init__(self, value: object) -> None:
         self.value = value

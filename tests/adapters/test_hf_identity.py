@@ -79,7 +79,7 @@ def test_identity_changes_with_one_weight_the_config_or_the_dtype() -> None:
 
 
 def identity_as_it_was(model: PreTrainedModel) -> str:
-    """Compute the identity as version 0.1.0 (commit b711246) did. It still names the directories of plain models."""
+    """Return a model's identity in version 0.1.0 (commit b711246), which must not change for plain models."""
     stored = {"_name_or_path", "_attn_implementation", "attn_implementation", "architectures"}
     stored |= {"transformers_version", "dtype"}
     config = {key: value for key, value in model.config.to_dict().items() if key not in stored}
@@ -396,7 +396,7 @@ class Int8Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with the dequantized weights. Only ``detach`` keeps the codes."""
+        """Dequantize the weights for every operation except ``detach``."""
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scales)
         plain = [each.codes * each.scales if isinstance(each, cls) else each for each in args]

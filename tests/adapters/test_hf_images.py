@@ -1,6 +1,4 @@
-"""Test image-and-text models: text requests are answered correctly after any other request, and image
-requests are refused.
-"""
+"""Test image-and-text models: image requests are refused, and text requests are correct after any other request."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -103,7 +101,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def ask_with_image(model: PreTrainedModel) -> torch.Tensor:
-    """Run a request with an image, but no store. Return the shift of positions that the request leaves on the model."""
+    """Run a request with an image and without a store. Return the ``rope_deltas`` that it leaves on the model."""
     prompt, given = with_image(tokens(10, 5), tokens(20, 6))
     model.set_attn_implementation("sdpa")
     generate_batch(model, torch.tensor([prompt]), None, **given)

@@ -27,7 +27,7 @@ STEPS = 200
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Use one thread: models this small run slower with more."""
+    """Use one thread, because models this small run slower with more threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -106,7 +106,7 @@ def test_planted_bug_is_found(
 
 
 def fails(kind: type[AdapterMachine], seed: int) -> bool:
-    """Return True if the walk ends in an error, or drops a lease without releasing it, which only causes a warning."""
+    """Return whether the walk raises an error, or warns that a lease was dropped without being released."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         noticed = ends_in_an_error(kind, seed)

@@ -113,7 +113,7 @@ SIZES = {
 
 
 def model_of(kind: str, **more: Any) -> PreTrainedModel:
-    """Return a small model of this configuration type, as named in transformers."""
+    """Return a small model with ``kind`` as its ``model_type`` in transformers."""
     torch.manual_seed(0)
     known = AutoConfig.for_model(kind, **{**SIZES, **more})
     make: Any = AutoModelForCausalLM.from_config
@@ -128,7 +128,7 @@ def without_layers() -> Any:
 
 
 def with_a_layer_of_more_heads() -> Any:
-    """Return a model with one K/V head per query head in layer 2, although its configuration says one per two."""
+    """Return a model whose layer 2 has twice as many K/V heads as its configuration says."""
     model: Any = model_of("llama")
     attention = model.model.layers[2].self_attn
     attention.k_proj, attention.v_proj = (torch.nn.Linear(32, 32, bias=False) for _ in "kv")
@@ -274,7 +274,7 @@ def test_no_model_class_is_answered_wrongly(part: int) -> None:
 
 
 def test_a_padded_batch_without_positions_is_refused_where_attention_shows_none() -> None:
-    """Use Ministral 3. It passes no positions to its attention, so K of a padded row would get too high a position."""
+    """Use Ministral 3, which passes no positions to its attention, so K of a padded row would get wrong positions."""
     torch.manual_seed(0)
     config = Ministral3Config(
         vocab_size=VOCABULARY,

@@ -1,4 +1,4 @@
-"""Test, on the CPU, the attention code for GPUs, which plans once per pass. Reference code replaces the kernels."""
+"""Test the attention code for GPUs on the CPU, with reference code instead of the GPU kernels."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test prompts when HBM is full of unsaved pages, or when another request is still writing pages that they need."""
+"""Test prompts while HBM is full of dirty pages, or while another request is still writing pages that they need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def opened(model: LlamaForCausalLM) -> Bench:
 
 
 def full_of_unsaved_pages(model: LlamaForCausalLM, first: list[int], second: list[int]) -> Bench:
-    """Return a bench with the first prompt in HOST and the second only in HBM, where no page can be evicted."""
+    """Return a bench with the pages of ``first`` in HOST. HBM contains pages of ``second``, which cannot be evicted."""
     bench = opened(model)
     ask(bench.store, model, first)
     bench.store.demote(bench.store.keys(first), Tier.HOST)
@@ -101,7 +101,7 @@ def test_an_infinite_wait_for_space_is_refused(model: LlamaForCausalLM) -> None:
 
 
 class AwaitedEvent(ManualEvent):
-    """An event that counts the main thread's polls of it."""
+    """An event that counts how often the main thread polls it."""
 
     asked = 0
 
@@ -172,9 +172,10 @@ Late = tuple[TierStoreCache, Callable[[], None], AwaitedEvent]
 
 
 def beside_another(bench: Bench, model: LlamaForCausalLM, prompt: list[int], timeout_s: float) -> Late:
-    """Return a cache for a prompt whose ``put`` will return slots that another request is still writing.
+    """Return a cache for a prompt whose pages another request is still writing.
 
-    Also returns a function that writes their content, and the other request's event.
+    When the cache puts its pages, the store returns the slots of the other request. Also returns a function that
+    writes the content of these slots, and the other request's event.
     """
     store, keys = bench.store, bench.store.keys(prompt)
     ask(store, model, prompt)
@@ -233,7 +234,7 @@ def test_pass_repeated_after_a_timeout_waits_again_for_the_pages_of_another_requ
 
 
 def test_pages_of_another_request_whose_device_failed_are_not_read(model: LlamaForCausalLM) -> None:
-    """The store takes back the slots of these pages. The cache has no other copy of them."""
+    """The store frees the slots of these pages, and the cache has no other copy of the pages."""
     prompt = random_prompt(6 * PAGE + 3, 5)
     bench = opened(model)
     cache, _, event = beside_another(bench, model, prompt, 0.05)
@@ -255,7 +256,7 @@ def _pins(bench: Bench, key: PageKey) -> int:
 
 
 class Known(ComputeRate):
-    """The rate of a model that takes half a second per token, as on an overloaded machine."""
+    """A compute rate of half a second per token, as on an overloaded machine."""
 
     def seconds(self, start: int, end: int) -> float | None:
         return (end - start) / 2

@@ -65,7 +65,7 @@ def test_each_of_six_turns_computes_only_new_tokens_and_one_more(model: LlamaFor
 
 
 def test_pad_token_at_the_end_of_a_conversation_is_a_token(model: LlamaForCausalLM) -> None:
-    """Without a mask, transformers takes the pad token for padding. Models may generate it as part of an answer."""
+    """Without a mask, transformers treats a pad token as padding, but a model may generate it as part of an answer."""
     said = [*random_prompt(2 * PAGE, seed=15), 0]
     without_mask = plain_batch(model, torch.tensor([said]), **ANSWER)[0, len(said) :].tolist()
     expected = plain(model, said, **ANSWER)

@@ -1,4 +1,4 @@
-"""Test changes of weights and adapters while a store is open: each version finds its own pages, never another's."""
+"""Test changes of weights and adapters while a store is open: each version of a model reuses only its own pages."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -46,7 +46,7 @@ def lora(**more: Any) -> peft.LoraConfig:
 
 
 def with_adapters() -> Any:
-    """Return a PEFT model with the adapters "one", which is active, and "two". All calls return equal models."""
+    """Return a PEFT model with an active adapter "one" and an inactive adapter "two". All calls return equal models."""
     model = tiny_llama()
     torch.manual_seed(7)
     found = peft.get_peft_model(model, lora(), adapter_name="one")
@@ -509,7 +509,7 @@ def a_lora(folder: Path) -> Any:
 def test_adapters_that_depend_on_the_whole_input_are_refused(
     config: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    """With them, K of a token depends on later tokens, which select the adapters or decide whether one is invoked."""
+    """Later tokens select these adapters or decide whether one is used, so a token's K depends on later tokens."""
     model = tiny_llama()
     model.config.use_cache = False
     wrapped: Any = peft.get_peft_model(model, config(tmp_path)).eval()

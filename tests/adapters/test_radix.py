@@ -1,4 +1,4 @@
-"""Test individual cases of the radix index: prompts that diverge inside a page, order of eviction, rejected input."""
+"""Test cases of the radix index: prompts that diverge inside a page, the order of evictions, and rejected input."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_prompt_may_diverge_inside_the_first_page() -> None:
 
 
 def test_among_thousands_of_siblings_the_one_with_the_longest_common_prefix_is_found() -> None:
-    """Use token IDs whose packed bytes do not sort like their values, including both limits of int64."""
+    """Use token IDs that sort differently by packed bytes than by value, including the limits of int64."""
     firsts = [*range(-1500, 1500), -(1 << 63), (1 << 63) - 1, 1 << 40]
     index = index_of(
         *([first, 7, 8, 9] for first in firsts), *([300, 7, 8, last] for last in range(100, 400))

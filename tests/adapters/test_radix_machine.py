@@ -105,6 +105,6 @@ def test_the_machine_notices(bug: Bug) -> None:
 
 @pytest.mark.deep
 def test_the_loaded_copy_without_a_bug_passes() -> None:
-    """Without a bug, a copy loaded like the buggy ones must pass."""
+    """Show that failures come from the planted bugs, and not from loading a copy of the module."""
     same = Bug("none", "class RadixIndex:", "class RadixIndex:")
     run_state_machine_as_test(with_bug(same), settings=settings(SEARCH, max_examples=30))

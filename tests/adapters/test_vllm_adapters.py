@@ -1,4 +1,4 @@
-"""Test LoRA adapters in the simulated engine: each reads only KV of its own weights, under any name and path."""
+"""Test LoRA adapters in the simulated engine: an adapter reuses only KV that was computed with the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def running(path: Path, **more: Any) -> Iterator[Engine]:
 
 
 def train(folder: Path, weights: bytes | bytearray, alpha: int = 8) -> str:
-    """Write an adapter as PEFT saves it, replacing an older one. Returns its path."""
+    """Write the files of an adapter as PEFT does, and return their folder. Older files are replaced."""
     folder.mkdir(exist_ok=True)
     for name, content in (
         ("adapter_model.safetensors", weights),
@@ -49,7 +49,7 @@ def train(folder: Path, weights: bytes | bytearray, alpha: int = 8) -> str:
 
 
 def ask(engine: Engine, lora: LoRARequest | None) -> int:
-    """Ask about the document with the engine's own cache empty, and return the number of reused tokens."""
+    """Empty the engine's own prefix cache, ask about the document, and return the number of reused tokens."""
     engine.forget()
     before = engine.taken
     engine.add(DOCUMENT, 2, lora=lora)

@@ -1,4 +1,4 @@
-"""Test the estimate of the time to compute a prompt. It is derived from the times of the engine's steps."""
+"""Test the estimate of the time to compute a prompt, which is derived from the duration of earlier engine steps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_steps_never_reported_as_ended_are_forgotten() -> None:
 
 
 def measure(pace: ComputeRate, number: int, steps: list[Step], seconds: float) -> bool:
-    """Simulate a step that takes ``seconds``. Return whether its time is measured."""
+    """Simulate a step that takes ``seconds``. Return whether ``pace`` measures its duration."""
     wanted = pace.ordered(number, steps, 100.0 * number)
     pace.ended(number, 100.0 * number + seconds)
     return wanted

@@ -1,6 +1,7 @@
-"""Test how much of a hit is loaded if computing can be faster: no other number of pages costs much less.
+"""Test how many pages of a hit are loaded if computing some of them can be faster than loading them.
 
-Also runs the connector in a simulated engine."""
+No other number of pages may take much less time. Some tests run the connector in a simulated engine.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ SIZE = 16
 
 
 class Estimates:
-    """Fixed costs.
+    """Fixed estimates of the time that loads and computation take.
 
     ``load``, ``read`` and ``token`` are the times in seconds to load a page, to read a page and to compute a token.
     ``before`` is the number of seconds that each earlier token adds to the computation of a token.
 
-    ``to_measure`` is the number of tokens that a step must compute to measure the compute rate. The disk is busy with
-    earlier reads for ``disk_s``.
+    ``to_measure`` is the number of tokens that a step must compute to measure the compute rate.
+    ``disk_s`` is the time in seconds for which earlier reads keep the disk busy.
     """
 
     def __init__(
@@ -253,9 +254,9 @@ def test_a_hit_with_windows_is_loaded_whole_or_not_at_all() -> None:
 
 
 class Disk:
-    """A store with its worker in another process, as ``MeasuredCosts`` sees it. ``clock`` is the current time.
+    """A store with a worker in another process, which the test simulates, and ``MeasuredCosts`` of the store.
 
-    The test decides when the worker has read pages, and how long the read took.
+    The test reports when the worker has read pages and how long that took. ``clock`` is the current time.
     """
 
     def __init__(self, pages_per_s: float | None) -> None:
@@ -371,7 +372,7 @@ def test_pages_count_as_coming_from_disk_once_their_read_is_ordered(open_disk: O
 def test_reads_in_flight_for_the_same_hit_are_counted_once(
     others: int, loaded: int, monkeypatch: pytest.MonkeyPatch, open_disk: OpenDisk
 ) -> None:
-    """Use a hit that takes 4 s to read, whether or not its reads are already in flight, and 5.12 s to compute."""
+    """Use a hit that takes 4 s to read and 5.12 s to compute. All its reads are already in flight."""
     disk = open_disk(1.0)
     monkeypatch.setattr(disk.costs, "compute_s", lambda start, end: 0.08 * (end - start))
     disk.costs._compute_rate.known = True
@@ -425,7 +426,7 @@ def test_demand_counts_requests_for_the_engine_and_for_pages() -> None:
 
 
 def on_disk(tmp_path: Path, load: str = "if_faster") -> Engine:
-    """Return an engine that has ``DOCUMENT`` only on disk. With ``slow_disk``, a page loads in 9 s."""
+    """Return an engine with the pages of ``DOCUMENT`` only on disk. With ``slow_disk``, reading a page takes 9 s."""
     config = {"host": {"capacity": 12 * 64, "pin": "never"}, "nvme": {"path": tmp_path, "capacity": 1 << 20}}
     engine = Engine(config, load=load)
     engine.add(DOCUMENT, 1)
@@ -614,7 +615,7 @@ class Tiered:
 def looked_up(
     costs: Estimates, tier: Tier, requests: int, groups: Sequence[Group] = (Group(0, SIZE),)
 ) -> tuple[HitLookup, list[int | None]]:
-    """Look up ``requests`` prompts of ten pages each, which are all in ``tier``.
+    """Look up ``requests`` prompts. Each has ten pages, all of them in ``tier``.
 
     Returns the lookup and, for each prompt, the number of tokens to load.
     """

@@ -116,7 +116,7 @@ def test_pages_in_flight_stay_within_the_budget_over_many_steps(tmp_path: Path) 
 
 
 def only_on_disk(engine: Engine, document: list[int]) -> None:
-    """Answer a request for this document, and then leave its pages only on disk."""
+    """Answer a request for this document, and then evict its pages from all tiers except the disk."""
     engine.add(document, 2)
     engine.run()
     engine.half._tiers.store.evict(
@@ -203,7 +203,7 @@ def test_request_with_more_disk_pages_than_memory_slots_does_not_wait_for_all(
 
 
 class Looked:
-    """A pool of the engine's blocks that counts the lookups."""
+    """A block pool that counts the lookups of cached blocks."""
 
     def __init__(self, held: set[bytes]) -> None:
         self.held = held

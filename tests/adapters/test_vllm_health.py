@@ -22,7 +22,7 @@ NBYTES = 6 * 64
 
 
 class Pinner:
-    """Stands in for page-locking memory. A call waits for ``gate``, and fails if ``why`` gives a reason."""
+    """A stand-in that page-locks nothing. ``pin`` waits for ``gate``, and raises ``OSError(why)`` if ``why`` is set."""
 
     def __init__(self, *, gate: Event | None = None, why: str | None = None) -> None:
         self._gate = gate

@@ -1,4 +1,4 @@
-"""Test an orchestrator's ``kv_hints``: valid ones are followed, invalid ones are ignored and fail no request."""
+"""Test an orchestrator's ``kv_hints``: valid hints are followed. Invalid hints are ignored and fail no request."""
 
 from __future__ import annotations
 

@@ -486,7 +486,7 @@ def test_window_pages_behind_the_window_are_not_needed() -> None:
 
 @pytest.mark.deep
 def test_requiring_blocks_freed_by_a_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a bug that the state machine does not find in every search, and require that the test above notices it."""
+    """Plant a bug that the state machine does not always find. ``require_window_alone_needed`` must find it."""
     vllm_planted.what_a_window_gave_back_is_stored(monkeypatch)
     with pytest.raises(AssertionError):
         require_window_alone_needed()

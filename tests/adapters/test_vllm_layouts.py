@@ -244,7 +244,7 @@ def filled(raws: Sequence[torch.Tensor], seed: int) -> None:
 
 
 def places(tensor: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the offsets, within the storage, of the bytes that the tensor has in this block."""
+    """Return the offsets of all bytes of this block in the tensor's storage."""
     size, mine = tensor.element_size(), tensor[block]
     every = torch.arange(tensor.untyped_storage().nbytes())
     starts = every.as_strided(mine.shape, [s * size for s in mine.stride()], mine.storage_offset() * size)
@@ -287,7 +287,7 @@ def require_exact(tensors: Sequence[torch.Tensor], raws: Sequence[torch.Tensor],
 
 
 def by_address(pool: EnginePool, layout: PageLayout, block: int) -> bytes:
-    """Return the page of a block as the GPU copies it, by the addresses of its pieces."""
+    """Return a block's page, assembled from the memory addresses of its pieces, as on the GPU."""
     segments = tensor_segments(pool.layers, layout, 1 << 16)
     assert segments is not None
     page = ctypes.create_string_buffer(layout.blob_nbytes)

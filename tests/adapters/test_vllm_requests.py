@@ -47,7 +47,7 @@ def test_a_request_whose_load_failed_is_not_offered_the_same_again() -> None:
 
 
 def require_gone_on_from_what_arrived(page: int, pieces: int, patch: pytest.MonkeyPatch) -> None:
-    """Load four pages, ``pieces`` at a time, and fail one. Check that the request continues and answers correctly."""
+    """Load four pages, ``pieces`` at a time, so that one fails. Check that the request still answers correctly."""
     patch.setattr(loads, "MOST_A_STEP", pieces)
     patch.setattr(loads, "MOST_IF_IDLE", pieces)
     engine = Engine(HOST)
@@ -82,7 +82,7 @@ def test_request_continues_after_the_loaded_pages_that_arrived(
 def test_continuing_after_a_page_that_did_not_arrive_is_detected(
     plant: Plant, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plant a bug that the state machine does not find in every search, and require that the test above notices it."""
+    """Plant a bug that the state machine does not always find. ``require_gone_on_from_what_arrived`` must find it."""
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="reads another's token"):
         require_gone_on_from_what_arrived(1, pieces, monkeypatch)

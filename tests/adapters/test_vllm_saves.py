@@ -61,7 +61,7 @@ def test_overwriting_blocks_without_a_fence_is_detected(
 
 
 class FakeStore:
-    """Records what it was given. ``reading`` holds the blocks that a copy is reading."""
+    """A store that records every ``put``. ``reading`` contains the blocks that a copy is reading."""
 
     def __init__(self) -> None:
         self.puts: list[tuple[list[PageKey], list[int], list[PageKey | None]]] = []
@@ -227,7 +227,7 @@ def test_windows_without_full_attention_are_all_stored() -> None:
 
 @dataclass
 class Counted:
-    """A store that counts the pages put, by group, and holds none of them."""
+    """A store that counts the pages put into it, by group, and discards them."""
 
     pages: Counter[bytes] = field(default_factory=Counter)
 

@@ -27,7 +27,7 @@ from tierstore.types import Tier
 
 
 def _loading() -> Engine:
-    """Return an engine that is loading a document, and hold the copy back."""
+    """Return an engine that is loading a document. The copy is held back."""
     engine = Engine(HOST)
     engine.add(DOCUMENT, 2)
     engine.run()
@@ -133,7 +133,7 @@ def test_cache_reset_waits_for_remote_workers_if_their_memory_may_go_away(may_sl
 
 
 def _storing() -> Engine:
-    """Return an engine in the middle of storing a document, with the copy held back."""
+    """Return an engine that is storing a document. The copy is held back."""
     engine = Engine(HOST)
     engine.pace = 0.0
     engine.copies[0].hold(OUT)

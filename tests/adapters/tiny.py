@@ -82,7 +82,7 @@ def open_store(
     codec: str = "none",
     payload: str = "auto",
 ) -> Iterator[TierStore]:
-    """Yield a store with ``hbm`` pages on the model's device, ``host`` in host memory, and an NVMe tier in ``disk``.
+    """Yield a store with an HBM tier of ``hbm`` pages, a HOST tier of ``host`` pages, and an NVMe tier in ``disk``.
 
     At the end, require that no page leaked.
     """
@@ -173,7 +173,7 @@ def plain(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int
 def ask(
     store: TierStore, model: PreTrainedModel, prompt: list[int], **options: Any
 ) -> tuple[list[int], TierStoreCache]:
-    """Generate an answer with the store. Require that each token that was not reused was fed exactly once."""
+    """Generate an answer with the store. Require that every token that was not reused was computed exactly once."""
     with watch(model) as fed, TierStoreCache(store, prompt, model=model) as cache:
         answer = generate(model, prompt, cache, **options)
         assert cache.get_seq_length() == len(prompt) + len(answer) - 1

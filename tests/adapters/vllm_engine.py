@@ -3,9 +3,9 @@
 The content of a token's cell depends on all tokens up to it and on the epoch of the weights. A forward pass therefore
 raises AssertionError if it reads a cell of another page, of another group, of an unwritten block or of old weights.
 Blocks are reused as soon as they are free, in random order. Steps can be scheduled ahead of the workers. Everything
-between the scheduler and the workers is pickled. All groups overlay the same tensors. A state is one value in all
-cells of its block, and so is the content of a ring. As in vLLM, steps end where a block of states ends, and the engine
-then offers the states for storing.
+between the scheduler and the workers is pickled. All groups overlay the same tensors. A state fills all cells of its
+block with one value, and so does the content of a ring. As in vLLM, steps end where a block of states ends, and the
+engine then offers the states for storing.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class Engine:
             layer.fill_(-1.0)
 
     def _pause(self) -> None:
-        """Do everything that vLLM does before it resets its caches."""
+        """Finish, abort or preempt all work, as vLLM does before it resets its caches."""
         while self.steps:
             self._work()
         for request in [r for r in self.requests.values() if r.status == "loading"]:
@@ -510,7 +510,7 @@ class Engine:
         return self.pool.grow(request.tables, tokens)
 
     def _begin(self, request: Request, budget: int) -> bool | None:
-        """Give a waiting request its blocks. Return False if there are too few, or None to ask again later."""
+        """Give a waiting request its blocks. Return False if too few are free, or None if it must wait."""
         if request.num_computed_tokens:
             end = self._end(request, request.num_computed_tokens, budget)
             return self._extend(request, end) if end > request.num_computed_tokens else None
@@ -661,7 +661,7 @@ class Engine:
         )
 
     def _pass(self, gate: Gate) -> None:
-        """Let each held lane of the gate pass one transfer, with probability ``pace``, and wait for these transfers."""
+        """With probability ``pace``, let one transfer of each held lane proceed. Wait for these transfers to end."""
         for lane in sorted(gate.holding):
             if self.dice.random() < self.pace:
                 gate.let_go(lane, 1)

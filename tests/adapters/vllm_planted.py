@@ -269,7 +269,7 @@ def a_state_is_stored_for_a_boundary_that_it_is_not_at(patch: pytest.MonkeyPatch
 
 
 def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
-    """Plant a bug that ``test_vllm_kv_groups`` finds: blocks that a window has given back are stored.
+    """Store blocks that a sliding window has released. ``test_vllm_kv_groups`` finds this bug.
 
     It is not in ``PLANTED``, because about 2,000 walks of the state machine did not find it.
     """

@@ -1,7 +1,7 @@
 """The blocks of the simulated engine: one pool for all KV groups, their block tables, and a prefix cache by hash.
 
 A block belongs to one group at a time and is reused as soon as it is free, in random order. Block 0 is the null block.
-In tables, it replaces blocks that a window has given back, and states that were never kept.
+In block tables, it replaces blocks that a sliding window has released, and states that were not kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kind:
 
     Attributes:
         size: Tokens per block.
-        window: How many tokens a token sees, itself included.
+        window: Number of tokens that a token sees, including itself.
         chunk: Tokens per chunk. A token sees only its own chunk.
         state: Whether a block holds the state after its last computed token.
         ring: Whether each request has a single block.
@@ -95,7 +95,7 @@ class Pool:
 
     @property
     def blocks(self) -> range:
-        """Stands in for the list of blocks in vLLM's pool."""
+        """Return the block numbers, in place of the list of blocks in vLLM's pool."""
         return range(len(self._owners))
 
     def touch(self, blocks: Sequence[int]) -> None:

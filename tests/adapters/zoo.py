@@ -124,7 +124,7 @@ class Outcome:
     refused    a ValueError before any answer
     wrong      with the store, logits differ from those of plain transformers
     error      any other error that occurs only with the store
-    not run    no small model of the class can be made or can run without a store
+    not run    a small model of the class cannot be created, or it cannot run even without a store
     """
 
     name: str
