@@ -4,9 +4,9 @@ A hint comes in time, late, or not at all. The store makes real copies and has a
 how to ask about a document. An answer is either a lease whose pages have all been loaded, or the output of a model that
 reads the pages.
 
-All cases are measured under the same conditions. Each document is asked about twice in advance, so that everything that
-is compiled or planned on first use is ready. Before each measured answer, nothing is asked for ``REST_S`` seconds.
-Objects that exist before the first answer are excluded from Python's garbage collection.
+All cases are measured under the same conditions. Two questions about each document are asked in advance, so that
+everything that is compiled or planned on first use is ready. Before each measured answer, nothing is asked for
+``REST_S`` seconds. Objects that exist before the first answer are excluded from Python's garbage collection.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Workload:
         in_host: Number of documents that fit into host memory.
         in_hbm: Number of documents that fit into the engine's own cache.
         at_a_time: Number of questions that are in the engine at the same time.
-        asked: Number of times that each document is asked about in a round.
-        in_turn: Whether the documents are asked about in a fixed cyclic order instead of a random one. The next
+        asked: Number of questions about each document in a round.
+        in_turn: Whether questions go through the documents in a fixed cyclic order instead of a random one. The next
             document has then always been evicted from the engine's own cache and from host memory, unless all
             documents fit.
         budget: Maximum number of tokens per step.

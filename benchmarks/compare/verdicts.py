@@ -5,7 +5,7 @@ Answers that differ only because of rounding count as a near-tie:
 - Greedy: at the first step that differs, the two largest logits of the plain run are less than NEAR_TIE apart.
 - Beams: the score of each answer differs by less than NEAR_TIE from that of the plain answer at the same position. The
   score is the mean log-probability of the answer's tokens. The plain model computes both scores.
-- Samples: never. Every answer that differs counts as different.
+- Samples: an answer that differs never counts as a near-tie.
 """
 
 from __future__ import annotations

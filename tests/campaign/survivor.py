@@ -24,10 +24,10 @@ from tierstore.nvme import catalogue_entry, record_format
 from tierstore.types import Failure, PageKey
 
 PLANTS = ("unchecked", "signal")
-"""Faults that can be planted in a survivor: it does not verify records, or it ends with a signal."""
+"""Faults that can be planted in a survivor: it does not verify records, or it kills itself with a signal."""
 
 NEW = 10_000
-"""Lowest number of the new pages that a survivor writes."""
+"""Number of the first new page that a survivor writes."""
 
 _CHUNK = 64
 

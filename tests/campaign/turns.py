@@ -142,7 +142,7 @@ class Look:
 
 
 def disk_nbytes(home: Path) -> int:
-    """Return how many bytes the disk has allocated for a home. Files may be created and deleted meanwhile."""
+    """Return how many bytes the disk has allocated for a directory. Files may be created and deleted meanwhile."""
     total = 0
     for folder, _, names in os.walk(home):
         for path in (folder, *(os.path.join(folder, name) for name in names)):

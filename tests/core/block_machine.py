@@ -90,7 +90,7 @@ class BlockMachine(BlockModel, RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.rows) < 4)
     @rule(data=st.data(), more=st.integers(0, 3))
     def lose(self, data: st.DataObject, more: int) -> None:
-        """Let the load of a sealed page fail. A new sequence of the family takes its slot before the table knows."""
+        """Let the load of a sealed page fail. A new sequence takes the page's slot before the table is told."""
         row = self._row(data)
         pointing, slots = self.pointing(), row.table.slots
         lost = [page for page, slot in enumerate(slots) if slot in self.sealed and pointing[slot] == 1]

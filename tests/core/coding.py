@@ -138,7 +138,7 @@ class Bench:
         return told[len(before) :]
 
     def _told(self, payload: Bytes, gaps: bool) -> Bytes:
-        """Return the payload. Unless ``gaps``, omit the bytes that encode gaps between KV groups."""
+        """Return the payload. If ``gaps`` is False, omit the bytes that encode gaps between KV groups."""
         if gaps:
             return payload
         places, known = PayloadLayout.of(self.layout, self.codec), np.ones(self.nbytes, dtype=bool)

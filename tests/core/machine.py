@@ -249,7 +249,7 @@ class ResidencyMachine(ResidencyModel, RuleBasedStateMachine):
     @precondition(lambda self: self.confined)
     @rule(data=st.data(), everything=st.sampled_from((False, False, True)))
     def permit_by_reason(self, data: st.DataObject, everything: bool) -> None:
-        """Permit all refused pages (``everything``), or end a caller's restriction of one page."""
+        """Permit all pages that admission refused or, unless ``everything``, one page that a caller restricted."""
         if everything:
             self.residency.memory_only.permit_refused()
             self.permitted |= self.declined

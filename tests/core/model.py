@@ -275,10 +275,10 @@ class ResidencyModel:
         return tier not in self.records or key not in self.confined
 
     def _put(self, key: PageKey, *, confine: bool, decline: bool = False) -> None:
-        """Model the put of a page. If ``confine``, confine it to memory, unless it has a copy or a child may be stored.
+        """Model the put of a page. With ``confine``, it becomes memory-only, unless it has a copy or a storable child.
 
-        With ``decline``, admission refuses the page. Without, children that admission refuses count as pages that may
-        be stored, because admission may accept them later.
+        With ``decline``, admission refuses the page. Without ``decline``, children that admission has refused count as
+        storable, because admission may accept them later.
         """
         children = {child for child, parent in self.parents.items() if parent == key}
         may_precede = self.confined if decline else self.confined - self.declined

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def require_first_layer_when_its_bytes_can_be_there(module: ModuleType) -> None:
-    """Assert that the first layer arrives little later than the link takes to copy its group, which is one of 16.
+    """Assert that the first layer arrives hardly later than the link can have copied its layer group, one of 16.
 
     The margin allows for copies of other groups that were launched before all pages were known, and for a copy that
     the link had already begun.

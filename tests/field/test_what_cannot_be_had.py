@@ -1,4 +1,4 @@
-"""Test a store without free threads or file descriptors: a failed open leaves nothing behind, and stats work."""
+"""Test a store in a process that can start no thread or open no file: failed opens leave nothing behind."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def catalogue_of(tier: NvmeTier) -> Catalogue:
 
 
 def on_disk(home: Path) -> int:
-    """Return the disk space that a home takes, in bytes."""
+    """Return the disk space that a tier's directory takes, in bytes."""
     return sum(path.lstat().st_blocks * 512 for path in [home, *home.rglob("*")])
 
 

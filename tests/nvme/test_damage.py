@@ -30,7 +30,7 @@ COUNT = 60
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a closed home with COUNT pages, in LMDB unless the test uses ``payload``."""
+    """Return the directory of a closed tier with COUNT pages, in LMDB unless the test uses ``payload``."""
     rig = Rig(tmp_path / "home")
     assert rig.write(range(COUNT)).ok
     rig.close()
@@ -42,7 +42,7 @@ both = pytest.mark.usefixtures("payload")
 
 @contextmanager
 def by_hand(home: Path) -> Iterator[tuple[lmdb.Transaction[bytes], lmdb._Database, lmdb._Database]]:
-    """Yield a write transaction in the LMDB file of a closed home, and the file's trees ``catalogue`` and ``pages``."""
+    """Yield a write transaction in the LMDB file of a closed tier, and the file's trees ``catalogue`` and ``pages``."""
     with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=catalogue_entry.MAX_DBS) as env:
         catalogue, pages = env.open_db(catalogue_entry.CATALOGUE_DB), env.open_db(catalogue_entry.PAGES_DB)
         with env.begin(write=True) as txn:

@@ -198,7 +198,7 @@ def test_extent_files_deleted_under_the_open_tier_are_read_to_the_end(rig: Rig) 
 def changed_entries(
     home: Path, change: Callable[[dict[int, catalogue_entry.Entry]], dict[int, catalogue_entry.Entry]]
 ) -> None:
-    """Change entries of pages 0 to 9 in the catalogue of a closed home. The new entries have valid checksums."""
+    """Change entries of pages 0 to 9 in the catalogue of a closed tier. The new entries have valid checksums."""
     with lmdb.open(str(data_file(home).parent), map_size=CAPACITY, max_dbs=catalogue_entry.MAX_DBS) as env:
         catalogue = env.open_db(catalogue_entry.CATALOGUE_DB)
         with env.begin(write=True) as txn:

@@ -111,7 +111,7 @@ def test_an_overwrite_that_failed_leaves_no_record(rig: Rig) -> None:
 def test_a_lower_capacity_on_a_full_disk_opens_and_takes_effect_at_an_open_with_free_space(
     tmp_path: Path,
 ) -> None:
-    """Lower the capacity while the disk is full, and then open the home with free space.
+    """Lower the capacity while the disk is full, and then open the directory with free space.
 
     Before extent files are truncated, LMDB must erase the records at their ends, which needs disk space.
     """

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("payload")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a closed home of three models with one, two and no pages. Damaged data of the third was set aside."""
+    """Return a directory of three models with one, two and no pages. Damaged data of the third was set aside."""
     home = tmp_path / "home"
     for fingerprint, count in (("ab12", 1), ("cd34", 2), ("ef56", 3)):
         rig = Rig(home, fingerprint=fingerprint)

@@ -86,13 +86,13 @@ def make_odd(path: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def homes() -> dict[str, Path]:
-    """Return an empty dict of homes by payload. ``home`` creates each home once and copies it for each test."""
+    """Return an empty dict, in which ``home`` keeps the directory that it creates for each payload."""
     return {}
 
 
 @pytest.fixture
 def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a closed home with twenty pages."""
+    """Return the directory of a closed tier that contains twenty pages."""
     kind = rig_room.default_payload
     if kind not in homes:
         homes[kind] = tmp_path_factory.mktemp(kind) / "home"
@@ -120,7 +120,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def opened(home: Path, caplog: pytest.LogCaptureFixture) -> tuple[set[int], list[str]]:
-    """Open the home, and check that the tier can write. Returns the pages found and the warnings logged."""
+    """Open the directory, and check that the tier can write. Returns the pages found and the warnings logged."""
     with caplog.at_level(logging.WARNING):
         rig = Rig(home)
     found = rig.present(range(20))
@@ -158,7 +158,7 @@ def test_catalogue_that_is_not_a_file_is_set_aside(
 
 
 def shutil_copy(home: Path) -> Path:
-    """Return a copy of the home, made without opening anything but regular files."""
+    """Return a copy of the directory. Only regular files are opened to make it."""
     to = home.with_name("copy")
     for path in [home, *sorted(home.rglob("*"))]:
         there = to / path.relative_to(home)

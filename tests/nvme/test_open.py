@@ -140,7 +140,7 @@ def test_a_refused_opening_removes_what_it_has_created_and_nothing_else(tmp_path
 def test_an_opening_that_fails_at_any_step_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, done: bool
 ) -> None:
-    """Make one step of opening a home fail: after the step has done its work if ``done``, else before."""
+    """Make one step of opening a directory fail: after the step has done its work if ``done``, else before."""
     working = getattr(module, name)
 
     def failing(*args: Any, **more: Any) -> None:
@@ -197,7 +197,7 @@ def test_interrupted_creation_of_a_sub_directory_is_completed(tmp_path: Path) ->
 
 
 def test_a_home_whose_creation_was_killed_is_created_again(tmp_path: Path) -> None:
-    """Open a home that contains only a half-written temporary file, as left by a kill before the marker exists."""
+    """Open a directory that contains only half a temporary file, as left by a kill before the marker exists."""
     (tmp_path / "tierstore-home.json.new").write_text('{"form')
     rig = Rig(tmp_path)
     assert rig.write([0]).ok
@@ -237,7 +237,7 @@ def test_a_capacity_below_the_existing_size_frees_the_space(tmp_path: Path, payl
 
 
 def fill_catalogue(home: Path, count: int, capacity: int) -> None:
-    """Create a home whose catalogue has ``count`` entries, without the bytes of their pages.
+    """Create a tier's directory whose catalogue has ``count`` entries, without the bytes of their pages.
 
     These bytes are not read when a tier is opened. With extents, all slots are in one sparse file.
     """

@@ -20,7 +20,7 @@ COUNT = 60
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a closed home with COUNT pages in LMDB, and with a free list."""
+    """Return the directory of a closed tier with COUNT pages in LMDB, whose file has a free list."""
     rig = Rig(tmp_path / "home", payload="lmdb")
     assert rig.write(range(COUNT + 20)).ok
     rig.erase(range(COUNT, COUNT + 20))

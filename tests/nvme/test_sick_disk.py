@@ -24,7 +24,7 @@ Replace = Callable[..., None]
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    """Yield a tier with pages in extent files. Reads from LMDB cannot be made to fail, because they are page faults."""
+    """Yield a tier with pages in extent files: unlike page faults in LMDB, its reads can be made to fail."""
     rig = Rig(tmp_path / "home", payload="extents")
     hold_clock(rig.tier)
     yield rig

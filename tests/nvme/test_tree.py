@@ -19,7 +19,7 @@ NAMES = (catalogue_entry.CATALOGUE_DB, catalogue_entry.PAGES_DB)
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a closed home whose trees have three levels."""
+    """Return the directory of a closed tier. The trees in its LMDB file have three levels."""
     home = tmp_path / "home"
     Rig(home, capacity=16 * CAPACITY).close()
     with lmdb.open(

@@ -48,7 +48,7 @@ def directory(home: Path) -> str:
 
 
 def fault(home: Path) -> str | None:
-    """Return what the check finds wrong in a closed home, or None. An error from LMDB fails the test."""
+    """Return what the check finds wrong in a closed tier's directory, or None. An error from LMDB fails the test."""
     marker = (data_file(home).parent / "tierstore-shard.json").read_text()
     try:
         found = walk(directory(home), "extents" if '"extents"' in marker else "lmdb")
@@ -59,13 +59,13 @@ def fault(home: Path) -> str | None:
 
 @pytest.fixture(scope="module")
 def homes() -> dict[str, Path]:
-    """Return an empty dict of homes by payload. ``home`` creates each home once and copies it for each test."""
+    """Return an empty dict, in which ``home`` keeps the directory that it creates for each payload."""
     return {}
 
 
 @pytest.fixture
 def home(tmp_path: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a closed home with a history: its trees have branch pages, its free list has several transactions."""
+    """Return the directory of a closed tier. Its trees have branch pages, its free list several transactions."""
     kind = rig_room.default_payload
     if kind not in homes:
         homes[kind] = with_history(tmp_path_factory.mktemp(kind) / "home")

@@ -11,7 +11,7 @@ from tests.nvme.rig import data_file
 
 
 class Hurt:
-    """The bytes of a closed home's data.mdb. Tests change them, and ``save`` writes them back."""
+    """The bytes of data.mdb of a closed tier. Tests change them, and ``save`` writes them back."""
 
     def __init__(self, home: Path) -> None:
         self._path = data_file(home)

@@ -65,7 +65,7 @@ class Watch:
         self._event()
 
     def snapshot_in(self, events: int, target: Path) -> None:
-        """Skip ``events`` writes and syncs, then copy the home to ``target`` after the next one."""
+        """Skip ``events`` writes and syncs, then copy the directory to ``target`` after the next one."""
         self._snapshot_in, self._snapshot = events, target
 
     def no_snapshot(self) -> bool:

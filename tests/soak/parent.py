@@ -26,7 +26,7 @@ FLAT = (
     f"a client that closed ends with at most {CLIENT_GROWS >> 20} MiB more than after the first quarter of its life; "
     f"the parent with at most {PARENT_GROWS >> 20} MiB more than after its first client"
 )
-"""The rule for flat memory, which the summary quotes."""
+"""The rule by which a client's memory counts as flat. The summary quotes it."""
 
 
 class Soak:

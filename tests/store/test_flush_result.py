@@ -229,7 +229,7 @@ def test_a_page_evicted_while_its_copy_hangs_is_a_pending_erase(
 def test_flush_waits_for_a_disk_that_makes_progress_however_long_it_takes(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, pump: bool
 ) -> None:
-    """Start each commit when flush is about to give up. All commits together take more than twice its limit."""
+    """Start each commit when flush is about to give up. All commits together take more than twice flush's limit."""
     clock, commit = FlushClock(monkeypatch), Catalogue.store
 
     def slow(catalogue: Catalogue, pages: Sequence[Page]) -> list[int | None]:

@@ -62,7 +62,7 @@ def put_late(
 def ends_with(found: Event | None, event: ManualEvent) -> bool:
     """Return whether ``ready`` returned this event.
 
-    On a GPU, ``ready`` returns an AllOf instead of an event that no CUDA stream can wait for.
+    On a GPU, no CUDA stream can wait for this event, so ``ready`` returns an AllOf that contains it.
     """
     return found is event or (isinstance(found, AllOf) and found.events == (event,))
 

@@ -27,7 +27,7 @@ MOST_S = 0.8
 _FEWER = 10
 """Factor by which the probability of a delay is higher in threads that a test starts than in the test's own thread.
 
-The threads that a test starts make fewer calls.
+The reason is that the threads that a test starts make fewer calls.
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 
 @contextmanager
 def interrupted_in(function: Callable[..., object]) -> Iterator[None]:
-    """Raise KeyboardInterrupt when this thread runs ``function``, and assert that the ``with`` block lets it pass."""
+    """Raise KeyboardInterrupt when this thread runs ``function``, and assert that it ends the ``with`` block."""
     waiting, over = get_ident(), Event()
 
     def send() -> None:

@@ -20,7 +20,7 @@ DESCRIPTION = TierDescription("records")
 
 @dataclass
 class Mark:
-    """A mark that is reached immediately, because the dictionary has no queue."""
+    """A sync mark that is reached immediately, because the dictionary has no queue."""
 
     done: Event
     synced: bool = True
