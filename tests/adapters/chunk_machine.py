@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from tierstore.adapters.vllm import chunks as sources
+from tierstore.adapters import chunks as sources
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
 NBYTES = 8

@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.adapters.chunk_machine import ChunkMachine
 from tests.support import lanes, planting
 from tests.support.planting import SEARCH, Bug
-from tierstore.adapters.vllm import chunks
+from tierstore.adapters import chunks
 
 BUGS = [
     Bug(

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.nvme.rig import CAPACITY, FINGERPRINT, PAGE, PATIENCE_S, blank, change, find, key, on_disk, page
-from tierstore.adapters.vllm.chunks import Chunks, Done
+from tierstore.adapters.chunks import Chunks, Done
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.nvme.tier import NvmeTier
 

@@ -32,9 +32,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from tierstore.adapters.vllm.chunks import Chunks, Done, is_whole
+from tierstore.adapters.chunks import Chunks, Done, is_whole, nvme_section
 from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
-from tierstore.config import NvmeConfig, load_config
+from tierstore.config import NvmeConfig
 from tierstore.errors import ConfigError
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import PageLayout, PageSpec
@@ -114,7 +114,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
-        nvme = _section(config)
+        nvme = nvme_section(config, "vLLM's CPU tier")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         described = identity(offloading_spec.config, rows.shape[1], model)
         told = adapters_digest([Path(folder).expanduser() for folder in adapters])
@@ -232,19 +232,6 @@ def _may_have_states(groups: Iterable[Any]) -> list[str]:
         if last not in _ATTENTION and not last.endswith("cache"):
             found.append(layer)
     return found
-
-
-def _section(config: str | Mapping[str, object]) -> NvmeConfig:
-    nvme = load_config(config).nvme
-    if nvme is None:
-        raise ConfigError("nvme is missing: the configuration needs an nvme section with path and capacity")
-    fixed = {"admission": ("all",), "policy": ("lru",), "codec": ("none", "exp"), "daily_writes": (None,)}
-    for name, allowed in fixed.items():
-        value = getattr(nvme, name)
-        if value not in allowed:
-            known = " or ".join(map(str, allowed))
-            raise ConfigError(f"nvme.{name} must be {known} below vLLM's CPU tier, got {value}")
-    return nvme
 
 
 def _open(nvme: NvmeConfig, described: Mapping[str, Any], config: Any, nbytes: int, woken: Event) -> NvmeTier:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from threading import Event
 from typing import TYPE_CHECKING
 
-from tierstore.errors import TierStoreError
+from tierstore.config import load_config
+from tierstore.errors import ConfigError, TierStoreError
 from tierstore.keys import KEY_NBYTES
 from tierstore.types import Failure, PageKey, Tier, Transfer, seconds_to_wait
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tierstore.config import NvmeConfig
     from tierstore.nvme.tier import NvmeTier
     from tierstore.types import Ack
 
@@ -90,6 +92,7 @@ class Chunks:
             self._held[key] = nbytes
         self._used = sum(self._held.values())
         self._writing: set[PageKey] = set()
+        self._cleared: set[PageKey] = set()
         self._reading: Counter[PageKey] = Counter()
         self._jobs: dict[int, _Job] = {}
         self._done: list[Done] = []
@@ -113,6 +116,17 @@ class Chunks:
             return False
         self._probed = now
         return True
+
+    def writes(self, key: bytes) -> bool:
+        """Return whether the chunk is not on disk yet, but a write of it is in flight. O(1)."""
+        mine = _page_key(key)
+        return mine in self._writing and mine not in self._held and mine not in self._cleared
+
+    def clear(self) -> None:
+        """Remove all chunks, including those that are still being written. Does not wait for the disk."""
+        self._forget(list(self._held))
+        self._cleared |= self._writing
+        self._tier.submit_erase(list(self._writing))
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Mark these chunks as just used. Pass the chunks of one request, in the order of its tokens."""
@@ -264,8 +278,10 @@ class Chunks:
         else:
             self._writing.difference_update(_page_key(key) for key, _ in ended)
             for key, nbytes in reversed(arrived):
-                self._used += nbytes - self._held.pop(key, 0)
-                self._held[key] = nbytes
+                if key not in self._cleared:
+                    self._used += nbytes - self._held.pop(key, 0)
+                    self._held[key] = nbytes
+            self._cleared &= self._writing
         job.moving = [job.moving[place] for place in ack.late]
         if not job.moving:
             del self._jobs[ack.transfer_id]
@@ -291,6 +307,28 @@ class Chunks:
                 len(arrived) * self._memory.shape[1],
             )
         )
+
+
+def nvme_section(
+    config: str | Mapping[str, object], below: str, codecs: Sequence[str] = ("none", "exp")
+) -> NvmeConfig:
+    """Return the section ``nvme`` of a configuration for a tier below a host tier of an engine.
+
+    ``below`` names that host tier in error messages.
+
+    Raises:
+        ConfigError: The section is missing, or has a setting that has no meaning below another host tier.
+    """
+    nvme = load_config(config).nvme
+    if nvme is None:
+        raise ConfigError("nvme is missing: the configuration needs an nvme section with path and capacity")
+    fixed = {"admission": ("all",), "policy": ("lru",), "codec": tuple(codecs), "daily_writes": (None,)}
+    for name, allowed in fixed.items():
+        value = getattr(nvme, name)
+        if value not in allowed:
+            known = " or ".join(map(str, allowed))
+            raise ConfigError(f"nvme.{name} must be {known} below {below}, got {value}")
+    return nvme
 
 
 def is_whole(key: bytes) -> bool:

@@ -1,0 +1,384 @@
+"""Test ``TierStoreStorage`` without SGLang, with stand-ins for the few classes that it uses, as in SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.adapters.sglang_stub import (
+    CAPACITY,
+    PAGE_SIZE,
+    AnchorPool,
+    HeadPool,
+    LatentPool,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    StatePool,
+    fill,
+    key,
+    opened,
+    raw,
+    storage_config,
+    stubbed,
+    tokens,
+)
+from tests.nvme.rig import change, on_disk
+from tierstore.errors import ConfigError, StoreClosed
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    with stubbed() as found:
+        yield found
+
+
+def keys(numbers: range) -> list[str]:
+    return [key(number) for number in numbers]
+
+
+def write(storage: Any, pool: Any, numbers: range) -> None:
+    """Store pages, wait until they are on disk, and zero the host memory."""
+    for number in numbers:
+        fill(pool, number, number)
+    assert storage.batch_set_v1(keys(numbers), tokens(pool, [*numbers])) == [True] * len(numbers)
+    assert storage.flush(60.0)
+    pool.kv_buffer.zero_()
+
+
+def read(storage: Any, pool: Any, numbers: range) -> list[bool]:
+    """Read pages, and check the bytes of each page that arrived."""
+    found = storage.batch_get_v1(keys(numbers), tokens(pool, [*numbers]))
+    expected = HeadPool(pool.dtype)
+    for number, arrived in zip(numbers, found, strict=True):
+        if arrived:
+            fill(expected, number, number)
+            assert torch.equal(raw(pool, number), raw(expected, number))
+        else:
+            assert not raw(pool, number).any()
+    assert storage.check() == []
+    return list(found)
+
+
+def find(home: Path, needle: bytes) -> tuple[Path, int]:
+    """Return the file and the position of the only occurrence of ``needle`` below ``home``."""
+    found = [
+        (path, at)
+        for path in home.rglob("*")
+        if path.is_file() and (at := path.read_bytes().find(needle)) >= 0
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_pages_survive_a_restart_byte_for_byte(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        assert storage.batch_exists(keys(range(6))) == 0
+        write(storage, pool, range(5))
+        assert storage.batch_exists(keys(range(6))) == 5
+        assert storage.batch_exists(keys(range(5, 7))) == 0
+        assert read(storage, pool, range(6)) == [True] * 5 + [False]
+        metrics = storage.get_stats()
+        assert (sum(metrics.backup_pgs), sum(metrics.prefetch_pgs)) == (5, 5)
+        assert all(rate > 0 for rate in metrics.backup_bandwidth + metrics.prefetch_bandwidth)
+        assert storage.get_stats().prefetch_pgs == []
+    pool.kv_buffer.zero_()
+    with opened(module, tmp_path, pool) as storage:
+        assert read(storage, pool, range(5)) == [True] * 5
+    with pytest.raises(StoreClosed, match="attaches again"):
+        storage.batch_exists(keys(range(1)))
+
+
+def test_pages_are_found_before_their_write_has_ended(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        for number in range(40):
+            fill(pool, number, number)
+        assert all(storage.batch_set_v1(keys(range(40)), tokens(pool, [*range(40)])))
+        pool.kv_buffer.zero_()  # SGLang may reuse the memory as soon as the call returns
+        assert storage.batch_exists(keys(range(40))) == 40
+        assert read(storage, pool, range(40)) == [True] * 40
+
+
+def test_a_damaged_page_is_a_miss_and_never_reaches_host_memory(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        write(storage, pool, range(4))
+        content = fill(HeadPool(), 2, 2).numpy().tobytes()
+        path, at = find(tmp_path, content)
+        change(path, at + 7, bytes([content[7] ^ 0x10]))
+        assert read(storage, pool, range(4)) == [True, True, False, True]
+        assert storage.batch_exists(keys(range(4))) == 2
+        write(storage, pool, range(2, 3))
+        assert read(storage, pool, range(4)) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv": HeadPool(torch.float16)},
+        {"extra": {"model": "other"}},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"attn_cp_size": 2},
+        {"model_name": "other"},
+        {"args": {"revision": "1234"}},
+        {"args": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"args": {"model_path": "org/other"}},
+    ],
+    ids=str,
+)
+def test_no_page_of_another_configuration_is_found(
+    module: ModuleType, tmp_path: Path, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        write(storage, pool, range(2))
+    for name, value in other.get("args", {}).items():
+        monkeypatch.setattr(f"tests.adapters.sglang_stub.ARGS.{name}", value)
+    more = {name: value for name, value in other.items() if name != "args"}
+    with opened(module, tmp_path, more.pop("kv", HeadPool()), **more) as storage:
+        assert storage.batch_exists(keys(range(2))) == 0
+        assert storage.batch_get_v1(keys(range(2)), tokens(pool, [0, 1])) == [False, False]
+
+
+def test_the_least_recently_used_pages_make_space(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool, nvme={"capacity": 1 << 20}) as storage:
+        for start in range(0, 2000, 50):
+            for page, number in enumerate(range(start, start + 50)):
+                fill(pool, page, number)
+            assert all(storage.batch_set_v1(keys(range(start, start + 50)), tokens(pool, [*range(50)])))
+            assert storage.flush(60.0)
+            assert storage.check() == []
+        held = [number for number in range(2000) if storage.exists(key(number))]
+        full, rest = divmod(len(held), 50)
+        oldest = 1950 - 50 * full  # of pages stored together, the last ones are evicted first
+        assert held == [*range(oldest, oldest + rest), *range(oldest + 50, 2000)]
+        assert 20 < len(held) < 250
+    assert on_disk(tmp_path) <= 1 << 20
+
+
+def test_a_clear_removes_pages_on_disk_and_in_flight(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        write(storage, pool, range(3))
+        assert all(storage.batch_set_v1(keys(range(3, 9)), tokens(pool, [*range(6)])))
+        assert storage.clear()
+        assert not any(storage.exists(key(number)) for number in range(9))
+        assert storage.flush(60.0)
+        assert not any(storage.exists(key(number)) for number in range(9))
+        write(storage, pool, range(3))
+    with opened(module, tmp_path, pool) as storage:
+        assert [number for number in range(9) if storage.exists(key(number))] == [0, 1, 2]
+
+
+def test_indices_that_are_not_whole_pages_are_refused(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        assert storage.batch_set_v1(keys(range(2)), tokens(pool, [0])) == [False, False]
+        assert storage.batch_set_v1(keys(range(2)), torch.arange(8).flip(0)) == [False, False]
+        assert storage.batch_get_v1(keys(range(1)), torch.arange(PAGE_SIZE - 1)) == [False]
+
+
+def test_the_interface_with_tensors_stores_the_same_pages(module: ModuleType, tmp_path: Path) -> None:
+    with opened(module, tmp_path, extra={"interface_v1": 0}) as storage:
+        pages = [torch.randn(HeadPool().part_nbytes, dtype=torch.bfloat16) for _ in range(3)]
+        assert storage.batch_set(keys(range(3)), pages)
+        assert storage.set(key(3), pages[0])
+        assert not storage.set(key(4), pages[0][:-1])
+        assert storage.flush(60.0)
+        targets = [torch.zeros_like(pages[0]) for _ in range(4)]
+        found = storage.batch_get([*keys(range(3)), "no such page"], targets)
+        assert found[3] is None
+        assert all(torch.equal(one, other) for one, other in zip(found, pages, strict=False))
+        assert torch.equal(storage.get(key(3), targets[3]), pages[0])
+        assert storage.get(key(0)) is None
+        assert storage.get(key(0), torch.zeros(2 * len(pages[0]), dtype=torch.bfloat16)[::2]) is None
+
+
+def test_states_limit_a_hit_to_prefixes_that_end_at_one(module: ModuleType, tmp_path: Path) -> None:
+    pool, states = HeadPool(), StatePool()
+    with opened(module, tmp_path, pool, pools={PoolName.KV: pool, PoolName.MAMBA: states}) as storage:
+        write(storage, pool, range(8))
+        contents = {number: fill(states, number, 100 + number) for number in (2, 5)}
+        transfer = PoolTransfer(PoolName.MAMBA, torch.tensor([2, 5]), [key(2), key(5)])
+        assert storage.batch_set_v2([transfer]) == {PoolName.MAMBA: [True, True]}
+        assert storage.flush(60.0)
+        asked = PoolTransfer(PoolName.MAMBA, None, [key(9)], PoolHitPolicy.TRAILING_PAGES)
+        found = storage.batch_exists_v2(keys(range(10)), [asked])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (6, [3, 6])
+        assert found.extra_pool_hit_pages == {PoolName.KV: 8, PoolName.MAMBA: 6}
+        states.states.zero_()
+        transfer = PoolTransfer(PoolName.MAMBA, torch.tensor([1, 0, 7]), [key(2), key(3), key(5)])
+        assert storage.batch_get_v2([transfer]) == {PoolName.MAMBA: [True, False, True]}
+        assert torch.equal(raw(states, 1), contents[2])
+        assert torch.equal(raw(states, 7), contents[5])
+        assert not raw(states, 0).any()
+        assert set(storage.tier_stats()) == {"kv", "mamba"}
+        assert on_disk(tmp_path) <= CAPACITY
+
+
+def test_a_window_must_be_complete_at_the_end_of_a_prefix(module: ModuleType, tmp_path: Path) -> None:
+    pool, windows = HeadPool(), HeadPool()
+    with opened(module, tmp_path, pool, pools={"swa": windows}) as storage:
+        write(storage, pool, range(8))
+        stored = [0, 3, 4, 5, 7]
+        moved = PoolTransfer("swa", tokens(windows, stored), [key(n) for n in stored])  # type: ignore[arg-type]
+        assert all(storage.batch_set_v2([moved])["swa"])
+        asked = PoolTransfer("swa", None, [""] * 2, PoolHitPolicy.TRAILING_PAGES)  # type: ignore[arg-type]
+        found = storage.batch_exists_v2(keys(range(8)), [asked])
+        assert found.restorable_prefix_pages == [1, 5, 6]
+
+
+def test_a_sidecar_shortens_the_hit_and_every_pool_is_answered(module: ModuleType, tmp_path: Path) -> None:
+    pool, indexer = HeadPool(), HeadPool()
+    with opened(module, tmp_path, pool, pools={PoolName.INDEXER: indexer}) as storage:
+        write(storage, pool, range(6))
+        transfer = PoolTransfer(
+            PoolName.INDEXER, tokens(indexer, [0, 1, 2, 5]), [key(n) for n in (0, 1, 2, 5)]
+        )
+        assert all(storage.batch_set_v2([transfer])[PoolName.INDEXER])
+        asked = [PoolTransfer(PoolName.INDEXER)]
+        assert storage.batch_exists_v2(keys(range(6)), asked).kv_hit_pages == 3
+        groups = PoolTransfer(PoolName.INDEXER, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+        assert storage.batch_exists_v2(keys(range(6)), [groups]).kv_hit_pages == 6
+        unknown = PoolTransfer(PoolName.DRAFT, tokens(pool, [0]), [key(0)])
+        assert storage.batch_exists_v2(keys(range(6)), [unknown]).kv_hit_pages == 0
+        assert storage.batch_get_v2([unknown, PoolTransfer(PoolName.INDEXER, None, [key(0)])]) == {
+            PoolName.DRAFT: [False],
+            PoolName.INDEXER: [False],
+        }
+        assert storage.batch_set_v2([unknown]) == {PoolName.DRAFT: [False]}
+
+
+def test_an_anchor_without_memory_leaves_the_decision_to_the_other_pools(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    anchor, pool = AnchorPool(), HeadPool()
+    with opened(module, tmp_path, anchor, pools={"deepseek_v4_c4": pool}) as storage:
+        assert storage.batch_set_v1(keys(range(3)), tokens(anchor, [0, 1, 2])) == [True] * 3
+        assert storage.batch_get_v1(keys(range(3)), tokens(anchor, [0, 1, 2])) == [True] * 3
+        assert storage.batch_exists(keys(range(3))) == 0
+        moved = PoolTransfer("deepseek_v4_c4", tokens(pool, [0, 1]), keys(range(2)))  # type: ignore[arg-type]
+        assert all(storage.batch_set_v2([moved])["deepseek_v4_c4"])
+        assert storage.batch_exists_v2(keys(range(3)), [moved]).kv_hit_pages == 2
+
+
+def test_ranks_keep_their_own_pages_in_one_home(module: ModuleType, tmp_path: Path) -> None:
+    first, second = HeadPool(), HeadPool()
+    with (
+        opened(module, tmp_path, first, tp_size=2, tp_rank=0) as one,
+        opened(module, tmp_path, second, tp_size=2, tp_rank=1) as other,
+    ):
+        write(one, first, range(3))
+        assert other.batch_exists(keys(range(3))) == 0
+        write(other, second, range(2))
+        assert read(one, first, range(3)) == [True] * 3
+        assert read(other, second, range(3)) == [True, True, False]
+        with (
+            pytest.raises(ConfigError, match="in use"),
+            opened(module, tmp_path, HeadPool(), tp_size=2, tp_rank=1),
+        ):
+            pass
+    assert on_disk(tmp_path) <= CAPACITY
+
+
+def test_a_pool_that_is_registered_late_gets_its_share(module: ModuleType, tmp_path: Path) -> None:
+    pool, draft = HeadPool(), HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        write(storage, pool, range(3))
+        whole = storage.tier_stats()["kv"]["budget_nbytes"]
+        storage.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        assert read(storage, pool, range(3)) == [True] * 3
+        parts = [figures["budget_nbytes"] for figures in storage.tier_stats().values()]
+        assert len(parts) == 2
+        assert sum(parts) < whole
+
+
+def test_calls_from_several_threads_see_whole_pages(module: ModuleType, tmp_path: Path) -> None:
+    pools = [HeadPool() for _ in range(3)]
+    failed: list[BaseException] = []
+
+    with opened(
+        module, tmp_path, pools[0], nvme={"capacity": 2 << 20}, extra={"staging": "64KiB"}
+    ) as storage:
+
+        def work(seed: int) -> None:
+            generator = np.random.default_rng(seed)
+            expected = HeadPool()
+            try:
+                for _ in range(60):
+                    numbers = generator.choice(200, 5, replace=False).tolist()
+                    mine = [seed * 8 + place for place in range(5)]  # each thread has pages of its own
+                    names = [key(number) for number in numbers]
+                    if generator.random() < 0.5:
+                        for place, number in zip(mine, numbers, strict=True):
+                            fill(pools[0], place, number)
+                        storage.batch_set_v1(names, tokens(pools[0], mine))
+                        continue
+                    found = storage.batch_get_v1(names, tokens(pools[0], mine))
+                    for place, number, arrived in zip(mine, numbers, found, strict=True):
+                        fill(expected, place, number)
+                        assert not arrived or torch.equal(raw(pools[0], place), raw(expected, place))
+            except BaseException as error:  # noqa: BLE001  the top of a thread: the test raises it
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        assert storage.flush(60.0)
+        assert storage.check() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"extra": {"root": "x"}}, "unknown keys root; known keys are backend_name"),
+        ({"extra": {"model": " "}}, "model must be a name for the weights and not blank, got ' '"),
+        ({"extra": {"staging": "much"}}, "staging must be a size .* got 'much'"),
+        ({"extra": {"config": {}}}, "nvme is missing"),
+        ({"nvme": {"codec": "exp"}}, "nvme.codec must be none below SGLang's host memory, got exp"),
+        ({"nvme": {"admission": "cost"}}, "nvme.admission must be all below SGLang's host memory, got cost"),
+        ({"dcp_size": 2}, "decode context parallelism is not supported"),
+        ({"nvme": {"capacity": 1000}}, "nvme.capacity must be at least"),
+    ],
+    ids=str,
+)
+def test_unsupported_settings_are_refused(
+    module: ModuleType, tmp_path: Path, more: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named), opened(module, tmp_path / "new", HeadPool(), **more):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_configuration_is_required(module: ModuleType, tmp_path: Path) -> None:
+    config = storage_config(tmp_path)
+    del config.extra_config["config"]
+    with pytest.raises(ConfigError, match="config is missing; name a YAML file"):
+        module.TierStoreStorage(config, {})
+
+
+def test_only_the_first_rank_writes_pages_of_mla(module: ModuleType, tmp_path: Path) -> None:
+    pool, other = LatentPool(), LatentPool()
+    with (
+        opened(module, tmp_path, pool, is_mla_model=True, tp_size=2) as writer,
+        opened(module, tmp_path, other, is_mla_model=True, tp_size=2, tp_rank=1) as reader,
+    ):
+        fill(pool, 0, 0)
+        assert writer.batch_set_v1(keys(range(1)), tokens(pool, [0])) == [True]
+        assert reader.batch_set_v1(keys(range(1, 2)), tokens(other, [0])) == [False]
+        assert writer.flush(60.0)
+        assert not writer.exists(key(1))

@@ -1,0 +1,947 @@
+"""Makes TierStore's NVMe tier available to SGLang as a storage backend (L3), below SGLang's own host memory.
+
+    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-mem-layout page_first \\
+      --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "tierstore",
+        "module_path": "tierstore.adapters.sglang", "class_name": "TierStoreStorage", "interface_v1": 1,
+        "config": "tierstore.yaml"}'
+
+Pages on disk are checksummed, and are found again after a restart. Their total size is limited. A page is found only
+by an engine with the same model, revision, dtypes, layout, page size and parallelism.
+
+Pages are copied through staging buffers of this module, which consist of huge pages. There are two reasons. First, a
+read that hangs may still write to its buffer much later, when SGLang has long given the memory to another page.
+Second, a disk fills huge pages up to three times as fast as SGLang's memory pages of 4 KiB
+(docs/benchmarks/disk.md). A page is copied to SGLang's memory only after its checksum was verified.
+
+This module requires SGLang 0.5.23. Only SGLang imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_server_args
+
+from tierstore.adapters.chunks import Chunks, nvme_section
+from tierstore.adapters.vllm.keys import weights_digest
+from tierstore.config import parse_size
+from tierstore.errors import ConfigError, StoreClosed, TierStoreError
+from tierstore.nvme.direct_io import padded
+from tierstore.nvme.tier import NvmeTier
+from tierstore.page import buffer
+
+_log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
+
+_KV = "kv"
+_MAMBA = "mamba"
+_SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
+_OURS = ("config", "model", "staging")
+_CLOSE_S = 30.0
+_STAGING_NBYTES = 256 << 20
+_LEAST_ROWS = 8
+_GROUP_NBYTES = 8 << 20
+"""Size in bytes of the pages that are copied while the disk reads or writes the next ones."""
+
+_WEIGHTS = ("model_path", "revision", "load_format", "quantization", "json_model_override_args", "dtype")
+_KV_FORMAT = ("kv_cache_dtype", "quantization_param_path")
+_DRAFT = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+)
+_GEOMETRY = (
+    "layout",
+    "page_size",
+    "start_layer",
+    "end_layer",
+    "layer_num",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_cache_dim",
+    "storage_format_tag",
+)
+
+
+class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
+    """The NVMe tier as a storage backend of SGLang's HiCache. Thread-safe, as SGLang calls it on several threads.
+
+    Each pool of SGLang (KV, recurrent states, windows, indexer, draft) has its own directory for each rank. Only one
+    process at a time can use a directory. No call takes longer than ``nvme.timeout``. A disk that hangs or is full
+    causes misses.
+
+    The settings are keys of ``--hicache-storage-backend-extra-config``:
+
+    - ``config``: The path of a YAML file, or a mapping with the same contents. Only the section ``nvme`` is used.
+      ``nvme.capacity`` is divided among all ranks and pools of an engine, in proportion to the sizes of SGLang's
+      host pools.
+    - ``model``: A name for the weights. It must change whenever the same tokens would produce different KV. By
+      default, weights are identified by SGLang's model path and revision and, if the path is a local directory, by
+      samples of its files.
+    - ``staging``: The size of the staging buffers of each pool, such as "256MiB". Memory is committed as it is used.
+
+    Args:
+        storage_config: SGLang's ``HiCacheStorageConfig``.
+        kwargs: Further arguments that SGLang may pass. Ignored.
+
+    Raises:
+        ConfigError: The configuration is not supported.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: object = None) -> None:
+        settings = dict(storage_config.extra_config or {})
+        unknown = sorted(set(settings) - {*_SGLANGS, *_OURS})
+        if unknown:
+            raise ConfigError(
+                f"hicache-storage-backend-extra-config: unknown keys {', '.join(unknown)}; known keys are "
+                f"{', '.join((*_SGLANGS, *_OURS))}"
+            )
+        model = settings.get("model")
+        if model is not None and (not isinstance(model, str) or not model.strip()):
+            raise ConfigError(
+                f"hicache-storage-backend-extra-config: model must be a name for the weights and not blank, got "
+                f"{model!r}; leave it out to identify the weights by SGLang's model path and the model's files"
+            )
+        if storage_config.dcp_size > 1:
+            raise ConfigError(
+                f"decode context parallelism is not supported: the size must be 1, got {storage_config.dcp_size}"
+            )
+        try:
+            self._staging = parse_size(settings.get("staging", _STAGING_NBYTES))
+        except ValueError as error:
+            raise ConfigError(
+                f"hicache-storage-backend-extra-config: staging must be {error}, got {settings['staging']!r}"
+            ) from error
+        if "config" not in settings:
+            raise ConfigError(
+                "hicache-storage-backend-extra-config: config is missing; name a YAML file with an nvme section"
+            )
+        self._nvme = nvme_section(settings["config"], "SGLang's host memory", codecs=("none",))
+        self._config = storage_config
+        self._model = model
+        self._zero_copy = bool(settings.get("interface_v1", 0))
+        self._hosts: dict[str, Any] = {}
+        self._pools: dict[str, _Pool] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._metrics = _Rates()
+        self.registered_pools: dict[str, Any] = {}
+
+    # -- attach and detach ---------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Remember SGLang's host pool of KV pages."""
+        self.mem_pool_host = mem_pool_host
+        self._add(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Remember one of SGLang's host pools.
+
+        A pool that is registered after the first ones makes all pools close and open again, because the capacity is
+        divided among the pools.
+        """
+        self.registered_pools[host_pool_name] = host_pool
+        self._add(_name(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the directories of all pools.
+
+        Raises:
+            ConfigError: A directory is in use, does not belong to TierStore, or the disk lacks space.
+        """
+        self._opened()
+
+    def close(self) -> None:
+        """Finish writes in flight and close all directories. Blocks for up to 30 s. Called when SGLang detaches.
+
+        Raises:
+            TierStoreError: The disk did not respond in time.
+        """
+        with self._lock:
+            self._closed = True
+            pools, self._pools = self._pools or {}, {}
+        _close(pools.values())
+
+    # -- pages of KV ---------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Return how many of the first keys are on disk without a gap. Takes no disk access.
+
+        While the disk hangs or fails, almost all pages count as missing.
+        """
+        pool = self._pool(_KV)
+        return 0 if pool is None or pool.is_logical else _run(pool.exist(_page_keys(keys)))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into SGLang's host memory, and return which pages arrived.
+
+        Args:
+            keys: SGLang's hashes of the pages.
+            host_indices: Token indices in the host pool, int64 ``[len(keys) * page_size]``.
+        """
+        return self._read(_KV, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Copy pages out of SGLang's host memory and queue them to be written. The arguments are as for a get.
+
+        Returns:
+            Which pages are on disk or queued. A queued page may still be lost, for example if the disk is full.
+        """
+        return self._write(_KV, keys, host_indices)
+
+    def exists(self, key: str) -> bool:
+        """Return whether the page is on disk."""
+        return self.batch_exists([key]) == 1
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
+        """Read a page into the flat tensor ``target_location`` and return this tensor, or None on a miss."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: object = None
+    ) -> list[torch.Tensor | None]:
+        """Read pages into flat tensors, one for each key. The result has None for each miss."""
+        pool = self._pool(_KV)
+        targets = list(target_locations or [])
+        if pool is None or len(targets) != len(keys):
+            return [None] * len(keys)
+        memory = _Tensors(targets)
+        if pool.is_logical or not memory.have(pool.host.nbytes):
+            return [None] * len(keys)
+        found = self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill))
+        return [target if arrived else None for target, arrived in zip(targets, found, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: object = None, target_sizes: object = None
+    ) -> bool:
+        """Copy the flat tensor ``value`` and queue it to be written. Return whether it is on disk or queued."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Copy flat tensors and queue them to be written. Return whether all are on disk or queued."""
+        pool = self._pool(_KV)
+        if pool is None or not pool.is_writer or values is None or len(values) != len(keys):
+            return False
+        memory = _Tensors(values)
+        if pool.is_logical or not memory.have(pool.host.nbytes):
+            return pool.is_logical
+        return all(self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read)))
+
+    # -- pages of all pools --------------------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+    ) -> Any:
+        """Return how long a prefix of ``keys`` can be restored, given what the pools of ``pool_transfers`` need.
+
+        Returns:
+            A ``PoolTransferResult``. ``kv_hit_pages`` is the longest restorable prefix, and
+            ``restorable_prefix_pages`` lists all of them, because a prefix that ends between two stored states
+            cannot be restored.
+        """
+        pool = self._pool(_KV)
+        if pool is None:
+            return PoolTransferResult(0, {}, [])
+        names = _page_keys(keys)
+        kv = len(keys) if pool.is_logical and pool_transfers else _run(pool.exist(names))
+        hits: dict[Any, int] = {_KV: kv} if kv else {}
+        allowed = set(range(1, kv + 1))
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # never limits the hit; without an entry, SGLang learns nothing about the pool
+            other = self._pool(_name(transfer.name))
+            held = [False] * kv if other is None else other.exist(names[:kv])
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                ends = set(_window_ends(held, max(1, len(transfer.keys or ()))))
+            else:
+                ends = set(range(1, _run(held) + 1))
+            if ends:
+                hits[transfer.name] = max(ends)
+            allowed &= ends
+        return PoolTransferResult(max(allowed, default=0), hits, sorted(allowed))
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Read pages of several pools into SGLang's host memory. Return which pages arrived, for every pool."""
+        return {
+            each.name: self._read(_name(each.name), each.keys or [], each.host_indices) for each in transfers
+        }
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Queue pages of several pools to be written. Return which are on disk or queued, for every pool."""
+        return {
+            each.name: self._write(_name(each.name), each.keys or [], each.host_indices) for each in transfers
+        }
+
+    # -- upkeep --------------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Remove all pages of this rank from disk, including those that are being written."""
+        for pool in self._opened().values():
+            if pool.is_writer:
+                pool.clear()
+        return True
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all queued writes have ended. Return False on a timeout. None: wait for ``nvme.timeout``."""
+        deadline = time.monotonic() + (self._nvme.timeout if timeout_s is None else timeout_s)
+        return all(pool.flush(deadline) for pool in self._opened().values())
+
+    def get_stats(self) -> Any:
+        """Return SGLang's ``StorageMetrics`` since the last call."""
+        pages, rates = self._metrics.take("read"), self._metrics.take("write")
+        return StorageMetrics(
+            prefetch_pgs=[each.pages for each in pages],
+            prefetch_bandwidth=[each.gigabytes_per_s for each in pages],
+            backup_pgs=[each.pages for each in rates],
+            backup_bandwidth=[each.gigabytes_per_s for each in rates],
+        )
+
+    def tier_stats(self) -> dict[str, dict[str, object]]:
+        """Return sizes, counters and the state of the disk, by pool."""
+        return {name: pool.stats() for name, pool in self._opened().items()}
+
+    def check(self) -> list[str]:
+        """Return a description of each broken invariant. Empty if there is none."""
+        return [f"{name}: {fault}" for name, pool in self._opened().items() for fault in pool.check()]
+
+    # -- within --------------------------------------------------------------------------------------------
+
+    def _add(self, name: str, host: Any) -> None:
+        with self._lock:
+            if self._hosts.get(name) is host:
+                return
+            self._hosts[name] = host
+            pools, self._pools = self._pools, None
+        if pools:
+            _close(pools.values())
+            self._opened()
+
+    def _opened(self) -> dict[str, _Pool]:
+        with self._lock:
+            if self._closed:
+                raise StoreClosed(
+                    "this storage backend is closed; SGLang creates another when it attaches again"
+                )
+            if self._pools is None:
+                self._pools = self._open()
+            return self._pools
+
+    def _pool(self, name: str) -> _Pool | None:
+        found = self._opened().get(name)
+        if found is None:
+            _log.error("SGLang asked for pages of the pool %s, which it has not registered", name)
+        return found
+
+    def _open(self) -> dict[str, _Pool]:
+        hosts = {name: _Host(host) for name, host in self._hosts.items()}
+        shared = {name: self._is_shared(name, host) for name, host in hosts.items()}
+        ranks = self._config.pp_size * self._config.attn_cp_size
+        sizes = {
+            name: host.pool_nbytes * ranks * (1 if shared[name] else self._config.tp_size)
+            for name, host in hosts.items()
+        }
+        total = max(1, sum(sizes.values()))
+        opened: dict[str, _Pool] = {}
+        try:
+            for name, host in hosts.items():
+                capacity = self._nvme.capacity * host.pool_nbytes // total
+                opened[name] = self._open_pool(name, host, capacity, shared[name])
+        except BaseException:
+            _close(opened.values())
+            raise
+        found = sum(pool.num_pages for pool in opened.values())
+        _log.info("NVMe tier at %s: pools %s, %d pages found", self._nvme.path, ", ".join(opened), found)
+        return opened
+
+    def _open_pool(self, name: str, host: _Host, capacity: int, shared: bool) -> _Pool:
+        writer = not shared or self._config.is_storage_writer
+        if host.nbytes == 0 or not writer:
+            return _Pool(host, None, writer, self._nvme.timeout, self._staging)
+        described = self._describe(name, host)
+        rank = 0 if shared else self._config.tp_rank
+        place = self._config.dp_rank * self._config.pp_size + self._config.pp_rank
+        place = place * self._config.attn_cp_size + self._config.attn_cp_rank
+
+        def open_tier(wake: Callable[[], None]) -> NvmeTier:
+            return NvmeTier.open(
+                self._nvme.path,
+                capacity=capacity,
+                fingerprint=sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
+                shard=place * self._config.tp_size + rank,
+                page_nbytes=padded(host.nbytes),
+                wake=wake,
+                readers=None if self._nvme.readers == "auto" else self._nvme.readers,
+                timeout_s=self._nvme.timeout,
+                description=described,
+                payload=self._nvme.payload,
+                read_only=self._nvme.read_only,
+            )
+
+        return _Pool(host, open_tier, writer, self._nvme.timeout, self._staging)
+
+    def _is_shared(self, name: str, host: _Host) -> bool:
+        """Return whether all tensor parallel ranks have the same pages in this pool, so that one rank writes them.
+
+        With MLA, this applies to all pools except recurrent states and pools with heads, such as those of a draft
+        model with ordinary attention.
+        """
+        return self._config.is_mla_model and name != _MAMBA and not hasattr(host.pool, "head_num")
+
+    def _describe(self, name: str, host: _Host) -> dict[str, object]:
+        """Return everything that determines what the bytes of a page mean, as values that JSON can represent."""
+        args = _server_args()
+        folder = Path(str(getattr(args, "model_path", "") or ""))
+        names = (*_WEIGHTS, *_KV_FORMAT, *(_DRAFT if "draft" in name else ()))
+        weights = {each: _plain(getattr(args, each, None)) for each in names}
+        if self._model is not None:
+            weights.pop("model_path"), weights.pop("revision")
+        config = self._config
+        spread = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "tp_lcm_size", "should_split_heads")
+        return {
+            "engine": "sglang",
+            "pool": name,
+            "model": config.model_name if self._model is None else self._model,
+            "weights": weights,
+            "digest": weights_digest(folder) if self._model is None and folder.is_dir() else "",
+            "dtype": str(host.pool.dtype),
+            "class": type(host.pool).__name__,
+            "geometry": {each: _plain(getattr(host.pool, each, None)) for each in _GEOMETRY},
+            "parts": [*host.parts] if self._zero_copy or name != _KV else "flat",
+            "page_nbytes": host.nbytes,
+            "parallel": {each: _plain(getattr(config, each)) for each in spread},
+        }
+
+    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pool(name)
+        places = None if pool is None else pool.host.places(indices, len(keys))
+        if pool is None or places is None:
+            return [False] * len(keys)
+        if pool.is_logical:
+            return [True] * len(keys)
+        memory = pool.host.memory(places)
+        return self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill))
+
+    def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pool(name)
+        places = None if pool is None else pool.host.places(indices, len(keys))
+        if pool is None or places is None:
+            return [False] * len(keys)
+        if pool.is_logical:
+            return [True] * len(keys)
+        if not pool.is_writer:
+            return pool.exist(_page_keys(keys))
+        memory = pool.host.memory(places)
+        return self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read))
+
+    def _timed(self, pool: _Pool, what: str, act: Callable[[], list[bool]]) -> list[bool]:
+        began = time.perf_counter()
+        found = act()
+        if self._config.enable_storage_metrics and any(found):
+            self._metrics.add(what, sum(found), pool.host.nbytes, time.perf_counter() - began)
+        return found
+
+
+# -- SGLang's host memory ----------------------------------------------------------------------------------
+
+
+class _Host:
+    """The pages of one of SGLang's host pools.
+
+    Attributes:
+        parts: Size in bytes of each buffer of a page. Empty if the pool has no buffers, and a single buffer if the
+            pool cannot name its buffers and pages are copied as tensors.
+        nbytes: Size of a page in bytes. 0 for a pool that only counts tokens.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.page_size: int = getattr(pool, "page_size", 1) or 1
+        self.by_address = True
+        self.parts: tuple[int, ...] = ()
+        try:
+            meta = pool.get_page_buffer_meta(torch.arange(self.page_size, dtype=torch.int64))
+            self.parts = () if meta is None else tuple(int(nbytes) for nbytes in meta[1])
+        except (NotImplementedError, ValueError):  # this layout, or a state with more tensors
+            page = pool.get_dummy_flat_data_page()
+            self.by_address = False
+            self.parts = (page.numel() * page.element_size(),)
+        self.nbytes = sum(self.parts)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """Size of the whole pool in bytes."""
+        return self.nbytes * (int(self.pool.size) // self.page_size)
+
+    def places(self, indices: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        """Return the token indices of ``count`` pages on the CPU, or None if they are not whole pages."""
+        if indices is None or indices.numel() != count * self.page_size:
+            _log.error(
+                "SGLang passed %s token indices for %d pages of %d tokens",
+                None if indices is None else indices.numel(),
+                count,
+                self.page_size,
+            )
+            return None
+        pages = indices.detach().cpu().reshape(count, self.page_size)
+        if count and not bool((pages == pages[:, :1] + torch.arange(self.page_size)).all()):
+            _log.error("SGLang passed token indices that are not consecutive within a page")
+            return None
+        return pages.reshape(-1)
+
+    def memory(self, places: torch.Tensor) -> _Buffers | _Flat:
+        """Return access to the pages at these token indices."""
+        if not self.by_address:
+            return _Flat(self.pool, places[:: self.page_size].tolist())
+        return _Buffers(self.pool.get_page_buffer_meta(places)[0], self.parts)
+
+
+class _Buffers:
+    """Pages in memory, each in several buffers."""
+
+    def __init__(self, addresses: Sequence[int], parts: Sequence[int]) -> None:
+        self._addresses, self._parts = addresses, parts
+
+    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy ``row`` to the page."""
+        for address, nbytes, at in self._of(page, row):
+            ctypes.memmove(address, at, nbytes)
+
+    def read(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy the page to ``row``."""
+        for address, nbytes, at in self._of(page, row):
+            ctypes.memmove(at, address, nbytes)
+
+    def _of(self, page: int, row: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+        at, first = row.ctypes.data, page * len(self._parts)
+        for number, nbytes in enumerate(self._parts, first):
+            yield self._addresses[number], nbytes, at
+            at += nbytes
+
+
+class _Flat:
+    """Pages of a pool that copies each of them from and to a flat tensor."""
+
+    def __init__(self, pool: Any, places: Sequence[int]) -> None:
+        self._pool, self._places = pool, places
+
+    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy ``row`` to the page."""
+        whole = self._pool.get_dummy_flat_data_page()
+        _bytes(whole)[:] = row[: whole.numel() * whole.element_size()]
+        self._pool.set_from_flat_data_page(self._places[page], whole)
+
+    def read(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy the page to ``row``."""
+        whole = _bytes(self._pool.get_data_page(self._places[page], flat=True))
+        row[: whole.nbytes] = whole
+
+
+class _Tensors:
+    """Pages that are flat tensors of the caller."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._pages = [
+            _bytes(tensor) if tensor is not None and tensor.is_contiguous() else None for tensor in tensors
+        ]
+
+    def have(self, nbytes: int) -> bool:
+        """Return whether there are only contiguous tensors of this size in bytes."""
+        return all(page is not None and page.nbytes == nbytes for page in self._pages)
+
+    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy ``row`` to the page."""
+        found = self._pages[page]
+        assert found is not None
+        found[:] = row[: found.nbytes]
+
+    def read(self, page: int, row: NDArray[np.uint8]) -> None:
+        """Copy the page to ``row``."""
+        found = self._pages[page]
+        assert found is not None
+        row[: found.nbytes] = found
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a view of a contiguous CPU tensor as flat bytes."""
+    found: NDArray[np.uint8] = tensor.detach().contiguous().view(torch.uint8).reshape(-1).numpy()
+    return found
+
+
+# -- the disk ----------------------------------------------------------------------------------------------
+
+_Copy = Callable[[int, NDArray[np.uint8]], None]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The staging buffers for one direction."""
+
+    free: list[int]
+    busy: dict[int, list[int]] = field(default_factory=dict)
+    """Rows by the job that uses them."""
+
+    def take(self, most: int) -> list[int]:
+        taken = self.free[-most:]
+        del self.free[-most:]
+        return taken
+
+
+class _Pool:
+    """One of SGLang's pools, the NVMe tier that keeps its pages, and staging buffers between the two. Thread-safe.
+
+    The tier's I/O threads report completions through ``_wake``. Callers wait for them on ``_changed``.
+    """
+
+    def __init__(
+        self,
+        host: _Host,
+        open_tier: Callable[[Callable[[], None]], NvmeTier] | None,
+        is_writer: bool,
+        timeout_s: float,
+        staging_nbytes: int,
+    ) -> None:
+        """Open the tier. ``open_tier`` is None if this process keeps no pages of the pool."""
+        self.host = host
+        self.is_writer = is_writer
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._jobs = count(1)
+        self._arrived: dict[int, frozenset[bytes]] = {}
+        """The keys that arrived, by load that has ended and whose caller still waits."""
+        self._waiting: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._chunks: Chunks | None = None
+        self._tier: NvmeTier | None = None
+        if open_tier is None:
+            return
+        row_nbytes = padded(host.nbytes)
+        rows = max(_LEAST_ROWS, staging_nbytes // row_nbytes)
+        self._memory = buffer(rows * row_nbytes).reshape(rows, row_nbytes)
+        self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
+        self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
+        self._tier = open_tier(self._wake)
+        self._chunks = Chunks(self._tier, self._memory, threading.Event())
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether the pool only counts tokens and has no pages."""
+        return self.host.nbytes == 0
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages on disk."""
+        return 0 if self._chunks is None else int(str(self._chunks.stats()["chunks"]))
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which pages are on disk or being written. Does not access the disk."""
+        with self._changed:
+            return [self._has(key) for key in keys]
+
+    def get(self, keys: Sequence[bytes], copy: _Copy) -> list[bool]:
+        """Read pages, and call ``copy(index, row)`` for each page that arrived, on the calling thread.
+
+        The disk reads the next pages while ``copy`` runs. Takes at most ``timeout_s`` seconds, not counting copies.
+        """
+        found = [False] * len(keys)
+        chunks = self._chunks
+        if chunks is None:
+            self._count({"miss": len(keys)})
+            return found
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            self._wait(lambda: not any(map(chunks.writes, keys)), deadline)
+            wanted = [index for index, key in enumerate(keys) if chunks.holds(key)]
+            chunks.used([keys[index] for index in wanted])
+        ahead: deque[tuple[int, list[int], list[int]]] = deque()
+        begun = 0
+        try:
+            while begun < len(wanted) or ahead:
+                with self._changed:
+                    while begun < len(wanted) and (
+                        rows := self._loading.take(min(self._group, len(wanted) - begun))
+                    ):
+                        places = wanted[begun : begun + len(rows)]
+                        ahead.append((self._load([keys[place] for place in places], rows), places, rows))
+                        begun += len(rows)
+                    if not ahead:  # other calls use all rows
+                        if self._wait(lambda: bool(self._loading.free), deadline):
+                            continue
+                        break
+                    job, places, rows = ahead[0]
+                    if not self._wait(lambda job=job: job in self._arrived, deadline):  # type: ignore[misc]
+                        break
+                    arrived = self._arrived[job]
+                for place, row in zip(places, rows, strict=True):
+                    if keys[place] in arrived:
+                        copy(place, self._memory[row])
+                        found[place] = True
+                with self._changed:
+                    self._abandon(job)
+                ahead.popleft()
+        finally:
+            with self._changed:
+                for job, _, _ in ahead:
+                    self._abandon(job)
+        self._count({"timeout": bool(ahead), "hit": sum(found), "miss": len(found) - sum(found)})
+        return found
+
+    def put(self, keys: Sequence[bytes], copy: _Copy) -> list[bool]:
+        """Call ``copy(index, row)`` for each page that is not on disk yet, and queue writes of the rows.
+
+        Waits up to ``timeout_s`` seconds for staging buffers. Returns which pages are on disk or being written.
+        """
+        chunks, tier = self._chunks, self._tier
+        if chunks is None or tier is None:
+            return [False] * len(keys)
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            wanted = [index for index, key in enumerate(keys) if not self._has(key)]
+            wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
+        done = 0
+        while done < len(wanted):
+            with self._changed:
+                if tier.state != "ok" or tier.read_only:
+                    break
+                if not self._wait(lambda: bool(self._storing.free), deadline):
+                    break
+                rows = self._storing.take(min(self._group, len(wanted) - done))
+            places = wanted[done : done + len(rows)]
+            done += len(rows)
+            try:
+                for place, row in zip(places, rows, strict=True):
+                    copy(place, self._memory[row])
+            except BaseException:
+                with self._changed:
+                    self._storing.free += rows
+                raise
+            with self._changed:
+                job = next(self._jobs)
+                self._storing.busy[job] = rows
+                chunks.store(job, [keys[place] for place in places], rows)
+                self._collect()
+        stored = self.exist(keys)
+        self._count({"stored": sum(stored), "refused": len(stored) - sum(stored)})
+        return stored
+
+    def clear(self) -> None:
+        """Remove all pages, including those that are being written."""
+        with self._changed:
+            if self._chunks is not None:
+                self._chunks.clear()
+
+    def flush(self, deadline: float) -> bool:
+        """Wait for all queued writes, but at most until ``deadline`` (time.monotonic())."""
+        with self._changed:
+            return self._chunks is None or self._wait(lambda: not self._storing.busy, deadline)
+
+    def close(self) -> None:
+        """Close the tier. Raises TierStoreError if the disk does not respond in time."""
+        if self._chunks is not None:
+            self._chunks.close(_CLOSE_S)
+
+    def stats(self) -> dict[str, object]:
+        """Return the tier's figures and those of this object."""
+        with self._changed:
+            figures = {} if self._chunks is None else self._chunks.stats()
+            return {**figures, **{f"pages_{name}": self._counts[name] for name in _OUTCOMES}}
+
+    def check(self) -> list[str]:
+        """Return a description of each broken invariant."""
+        if self._chunks is None:
+            return []
+        with self._changed:
+            self._collect()
+            faults = []
+            half = len(self._memory) // 2
+            for rows, where in (
+                (self._loading, range(half)),
+                (self._storing, range(half, len(self._memory))),
+            ):
+                used = sorted([*rows.free, *(row for busy in rows.busy.values() for row in busy)])
+                if used != [*where] and self._waiting == set() and not self._arrived:
+                    faults.append(
+                        f"staging rows {sorted(set(where) - set(used))} are neither free nor in use"
+                    )
+            figures = self._chunks.stats()
+            if int(str(figures["used_nbytes"])) > int(str(figures["budget_nbytes"])):
+                faults.append(
+                    f"{figures['used_nbytes']} bytes are in use, more than {figures['budget_nbytes']}"
+                )
+            return faults
+
+    # -- with the lock held --------------------------------------------------------------------------------
+
+    def _has(self, key: bytes) -> bool:
+        chunks, tier = self._chunks, self._tier
+        if chunks is None or tier is None:
+            return False
+        return chunks.holds(key) or (tier.state == "ok" and chunks.writes(key))
+
+    def _load(self, keys: Sequence[bytes], rows: list[int]) -> int:
+        assert self._chunks is not None
+        job = next(self._jobs)
+        self._loading.busy[job] = rows
+        self._waiting.add(job)
+        self._chunks.load(job, keys, rows)
+        return job
+
+    def _abandon(self, job: int) -> None:
+        """Free the rows of a load now or, if the disk may still write to them, when the load ends."""
+        self._waiting.discard(job)
+        if self._arrived.pop(job, None) is not None:
+            self._loading.free += self._loading.busy.pop(job)
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait until ``ready()``. Return False at the deadline."""
+        self._collect()
+        while not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(left)
+            self._collect()
+        return True
+
+    def _collect(self) -> None:
+        """Take the results of jobs that have ended, and free the rows that no caller waits for."""
+        if self._chunks is None:
+            return
+        for done in self._chunks.finished():
+            if not done.is_load:
+                self._storing.free += self._storing.busy.pop(done.job)
+            elif done.job in self._waiting:
+                self._waiting.discard(done.job)
+                self._arrived[done.job] = frozenset(done.arrived)
+            else:
+                self._loading.free += self._loading.busy.pop(done.job)
+        self._chunks.removed()
+        self._changed.notify_all()
+
+    # -- without the lock ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Called by the tier's I/O threads, with none of their locks held."""
+        with self._changed:
+            self._collect()
+
+    def _count(self, pages: dict[str, int]) -> None:
+        with self._changed:
+            self._counts.update(pages)
+
+
+_OUTCOMES = ("hit", "miss", "stored", "refused", "timeout")
+
+
+def _close(pools: Any) -> None:
+    errors = []
+    for pool in pools:
+        try:
+            pool.close()
+        except TierStoreError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+# -- small parts -------------------------------------------------------------------------------------------
+
+
+class _Rate(NamedTuple):
+    pages: int
+    gigabytes_per_s: float
+
+
+class _Rates:
+    """The transfers since SGLang last asked. Thread-safe."""
+
+    _MOST = 1024
+
+    def __init__(self) -> None:
+        self._by = {"read": deque[_Rate](maxlen=self._MOST), "write": deque[_Rate](maxlen=self._MOST)}
+        self._lock = threading.Lock()
+
+    def add(self, what: str, pages: int, nbytes: int, seconds: float) -> None:
+        with self._lock:
+            self._by[what].append(_Rate(pages, pages * nbytes / max(seconds, 1e-9) / 1e9))
+
+    def take(self, what: str) -> list[_Rate]:
+        with self._lock:
+            found = [*self._by[what]]
+            self._by[what].clear()
+            return found
+
+
+def _page_keys(keys: Sequence[str]) -> list[bytes]:
+    """Return keys of the length that the tier uses. SGLang's keys are SHA-256 digests in hex."""
+    return [_page_key(key) for key in keys]
+
+
+def _page_key(key: str) -> bytes:
+    if len(key) == 64:
+        try:
+            return bytes.fromhex(key) + bytes(4)
+        except ValueError:
+            pass
+    return sha256(key.encode()).digest() + b"text"
+
+
+def _name(pool: Any) -> str:
+    """Return the name of a pool. SGLang passes a string or a member of an enumeration of strings."""
+    return str(getattr(pool, "value", pool))
+
+
+def _run(held: Sequence[bool]) -> int:
+    """Return the number of leading pages that are held."""
+    return next((index for index, each in enumerate(held) if not each), len(held))
+
+
+def _window_ends(held: Sequence[bool], window: int) -> Iterator[int]:
+    """Yield the lengths of prefixes whose last ``window`` pages are held, or all pages of a shorter prefix."""
+    run = 0
+    for length, each in enumerate(held, 1):
+        run = run + 1 if each else 0
+        if run >= min(window, length):
+            yield length
+
+
+def _server_args() -> Any:
+    """Return SGLang's server arguments, or None if SGLang has not published them in this process."""
+    try:
+        return get_server_args()
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON can represent."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
