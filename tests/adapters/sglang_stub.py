@@ -222,7 +222,7 @@ def key(number: int) -> str:
 
 def tokens(pool: Any, pages: list[int]) -> torch.Tensor:
     """Return the token indices of these pages of a host pool."""
-    size = pool.page_size
+    size: int = pool.page_size
     return (torch.tensor(pages, dtype=torch.int64)[:, None] * size + torch.arange(size)).reshape(-1)
 
 
