@@ -92,11 +92,7 @@ def test_load_failure_policy_fail_is_warned_about_at_start(caplog: pytest.LogCap
     [
         (
             lambda c, kv: setattr(c.parallel_config, "decode_context_parallel_size", 2),
-            "decode_context_parallel_size must be 1 with TierStoreConnector, got 2: with more than 1, the tokens",
-        ),
-        (
-            lambda c, kv: setattr(c.parallel_config, "prefill_context_parallel_size", 4),
-            "prefill_context_parallel_size must be 1 with TierStoreConnector, got 4",
+            "decode_context_parallel_size must be 1 for layers group.0 with a SlidingWindowSpec, got 2",
         ),
         (
             lambda c, kv: setattr(kv.kv_cache_groups[0], "kv_cache_spec", SimpleNamespace(block_size=2)),
@@ -106,7 +102,7 @@ def test_load_failure_policy_fail_is_warned_about_at_start(caplog: pytest.LogCap
 )
 def test_unsupported_deployments_are_refused_by_name(change: Any, said: str) -> None:
     connector = stub.load_connector()
-    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.FullAttentionSpec(2))
+    config, kv = stub.vllm_config({"config": HOST}), stub.kv_cache_config(8, stub.SlidingWindowSpec(2, 5))
     change(config, kv)
     with pytest.raises(ConfigError, match=said):
         connector.TierStoreConnector(config, stub.Role.SCHEDULER, kv)

@@ -305,6 +305,26 @@ def test_layers_with_states_need_the_dtypes_of_states(layer: str, module: Module
             assert found(at, range(3)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("size", [None, 0, "1"])
+def test_context_parallelism_needs_the_size_of_its_pieces(
+    size: Any, module: ModuleType, tmp_path: Path
+) -> None:
+    divided = spec()
+    divided.config.parallel.dcp_size = 2
+    with (
+        pytest.raises(ConfigError, match=f"with decode_context_parallel_size 2, .* got {size!r}: "),
+        opened(module, tmp_path, divided, cp_kv_cache_interleave_size=size),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+    with opened(module, tmp_path, divided, cp_kv_cache_interleave_size=1) as at:
+        store(at, 1, range(3))
+    with opened(module, tmp_path, divided, cp_kv_cache_interleave_size=2) as at:
+        assert found(at, range(3)) == []
+    with opened(module, tmp_path, divided, cp_kv_cache_interleave_size=1) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
 def test_layers_of_attention_need_no_dtypes_of_states(module: ModuleType, tmp_path: Path) -> None:
     names = (
         "layers.0.self_attn.attn",

@@ -131,6 +131,8 @@ class Engine:
         drafts: Indices of the groups of a draft model.
         pinners: For some ranks, the object that page-locks the rank's host memory.
         clears: Whether new blocks are cleared before the connector is called, as in model runner V2.
+        context_ranks: Size of decode context parallelism. Kinds with more than one rank must have this many.
+        interleave: Number of consecutive tokens that are on the same rank.
         more: Further entries of the connector's extra configuration.
     """
 
@@ -153,6 +155,8 @@ class Engine:
         met: bool = True,
         stages: int = 1,
         clears: bool = False,
+        context_ranks: int = 1,
+        interleave: int = 1,
         **more: Any,
     ) -> None:
         self.connector = stub.load_connector()
@@ -185,13 +189,15 @@ class Engine:
         self.filled = 0
         """Number of tokens that another connector loaded."""
         self.clears = clears
+        assert all(kind.ranks in (1, context_ranks) for kind in kinds)
+        self.context_ranks, self.interleave = context_ranks, interleave
         kv = stub.kv_cache_config(blocks + 1, *(kind.spec for kind in kinds), hash_block_size=BLOCK)
         kv.prefix_cache_retention_interval = interval
         for number in drafts:
             kv.kv_cache_groups[number].is_eagle_group = True
         kv.needs_kv_cache_zeroing = clears
         extra = {"config": config, **more}
-        largest = max(kind.size for kind in kinds)
+        largest = max(kind.cells for kind in kinds)
         layers = [
             [
                 torch.zeros(blocks + 1, HEADS, largest, CELL)
@@ -200,17 +206,22 @@ class Engine:
             for rank in range(ranks)
         ]
         self.tensors = [
-            [[t.view(blocks + 1, HEADS, kind.size, -1) for t in tensors] for kind in kinds]
+            [[t.view(blocks + 1, HEADS, kind.cells, -1) for t in tensors] for kind in kinds]
             for tensors in layers
         ]
         """The KV tensors, by rank, group and layer."""
         self.copies: list[GatedCopies] = []
         self.records: list[GatedRecords] = []
-        here = stub.vllm_config(extra, ranks, role=role, caching=worker_caching, stages=stages)
+        parallel: dict[str, Any] = {
+            "stages": stages,
+            "context_ranks": context_ranks,
+            "interleave": interleave,
+        }
+        here = stub.vllm_config(extra, ranks, role=role, caching=worker_caching, **parallel)
         self.workers = [
             self._worker(here, kv, rank, self._stage(rank, ranks, stages)) for rank in range(ranks)
         ]
-        vllm_config = stub.vllm_config(extra, ranks, events=events, role=role, caching=caching, stages=stages)
+        vllm_config = stub.vllm_config(extra, ranks, events=events, role=role, caching=caching, **parallel)
         vllm_config.use_v2_model_runner = here.use_v2_model_runner = clears
         self.scheduler = self.connector.TierStoreConnector(vllm_config, stub.Role.SCHEDULER, kv)
         if clears:
@@ -682,10 +693,16 @@ class Engine:
     def _forward(
         self, rank: int, request: Request, start: int, count: int, group: int, table: list[int]
     ) -> None:
-        """Check the earlier cells that the step's first token sees, and write the cells of the step's tokens."""
+        """Check the earlier cells that the step's first token sees, and write the cells of the step's tokens.
+
+        Only the rank that has a token checks or writes its cell.
+        """
         kind = self.pool.kinds[group]
         for i in range(kind.seen_from(start), start + count):
-            block, at = table[i // kind.size], i % kind.size
+            number, owner, at = kind.place(i, self.interleave)
+            if owner != rank % kind.ranks:
+                continue
+            block = table[number]
             want = self._want(rank, request, group, i + 1)
             for layer, tensor in enumerate(self.tensors[rank][group]):
                 cell = tensor[block, 0, at]
@@ -743,10 +760,10 @@ class Engine:
             if kind.state:
                 self._fill_all(rank, request, group, table[(end - 1) // kind.size], end)
             for i in range(start, 0 if kind.state or kind.ring else end):
-                block = table[i // kind.size]
+                number, owner, at = kind.place(i, self.interleave)
                 for layer, tensor in enumerate(self.tensors[rank][group]):
-                    if block:
-                        tensor[block, 0, i % kind.size].fill_(self._want(rank, request, group, i + 1) + layer)
+                    if table[number] and owner == rank % kind.ranks:
+                        tensor[table[number], 0, at].fill_(self._want(rank, request, group, i + 1) + layer)
 
     def _update(self, step: Step, outputs: list[Any]) -> None:
         self.deferred, due = (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.adapters.vllm_engine import IN, OUT, Engine
-from tests.adapters.vllm_pool import BLOCK, FULL, Kind
+from tests.adapters.vllm_pool import BLOCK, FULL, Kind, over_ranks
 from tests.support.stalls import Lane
 from tierstore.adapters.vllm import loads, saves
 from tierstore.types import Tier
@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 9),
         kinds=st.sampled_from(KINDS),
         staged=st.booleans(),
+        distributed=st.booleans(),
     )
     def start(
         self,
@@ -62,10 +63,15 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
         kinds: tuple[Kind, ...],
         staged: bool,
+        distributed: bool,
     ) -> None:
         self.folder = tempfile.mkdtemp()
         page_nbytes = PAGE_NBYTES * max(kind.size for kind in kinds) // BLOCK
         stages = ranks if staged else 1
+        context_ranks = ranks if distributed and not staged else 1
+        if any(kind.window or kind.chunk for kind in kinds):
+            context_ranks = 1  # vLLM cannot distribute these kinds
+        kinds = over_ranks(kinds, context_ranks)
         page_nbytes = page_nbytes * (1 + stages) // 2  # the second stage has three layers, not two
         slots = host * len(kinds)
         config: dict[str, object] = {"host": {"capacity": ranks * slots * page_nbytes, "pin": "never"}}
@@ -87,6 +93,8 @@ class EngineMachine(RuleBasedStateMachine):
             interval=interval,
             stages=stages,
             clears=seed % 3 == 2,
+            context_ranks=context_ranks,
+            interleave=1 + seed % 2,
         )
         self.copies_take_so_long(0.5)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import compat, hit, loads, saves, scheduler
+from tierstore.adapters.vllm import compat, hit, kv_groups, loads, saves, scheduler
 from tierstore.adapters.vllm.hit import pages_to_load
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
@@ -210,6 +210,11 @@ def keys_leave_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(KeyChain, "first", wrong)
     patch.setattr(KeyChain, "between", lambda self, begin, end: wrong(self, end)[begin:])
+
+
+@PLANTED.bug
+def blocks_count_the_tokens_of_one_rank_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_groups, "_ranks", lambda spec, ranks: 1)
 
 
 @PLANTED.bug

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from tests.adapters import vllm_stub as stub
@@ -36,11 +36,12 @@ class Kind:
     """A KV group.
 
     Attributes:
-        size: Tokens per block.
+        size: Tokens per block, on all ranks together.
         window: Number of tokens that a token sees, including itself.
         chunk: Tokens per chunk. A token sees only its own chunk.
         state: Whether a block holds the state after its last computed token.
         ring: Whether each request has a single block.
+        ranks: Number of ranks over which the tokens of a block are distributed. Only with full attention.
     """
 
     size: int = BLOCK
@@ -48,6 +49,21 @@ class Kind:
     chunk: int | None = None
     state: bool = False
     ring: bool = False
+    ranks: int = 1
+
+    @property
+    def cells(self) -> int:
+        """Number of tokens of a block on each rank."""
+        return self.size // self.ranks
+
+    def place(self, token: int, interleave: int) -> tuple[int, int, int]:
+        """Return the number of a token's block, the rank that has the token, and the token's place in the block.
+
+        Pieces of ``interleave`` tokens are distributed over the ranks in turn.
+        """
+        block, at = divmod(token, self.size)
+        piece, left = divmod(at, interleave)
+        return block, piece % self.ranks, piece // self.ranks * interleave + left
 
     @property
     def spec(self) -> stub.Spec:
@@ -58,7 +74,9 @@ class Kind:
             return stub.ChunkedLocalAttentionSpec(self.size, self.chunk)
         if self.state:
             return stub.MambaSpec(self.size)
-        return stub.CircularBufferSpec(self.size) if self.ring else stub.FullAttentionSpec(self.size)
+        if self.ring:
+            return stub.CircularBufferSpec(self.size)
+        return stub.FullAttentionSpec(self.cells, dcp_sharded=self.ranks > 1)
 
     def lacks(self, table: Sequence[int], tokens: int) -> int:
         """Return how many blocks a table lacks for ``tokens`` tokens."""
@@ -77,6 +95,14 @@ class Kind:
 
 
 FULL = (Kind(),)
+
+
+def over_ranks(kinds: Sequence[Kind], ranks: int) -> tuple[Kind, ...]:
+    """Return these groups with decode context parallelism: each rank keeps its blocks, but they cover more tokens."""
+    return tuple(
+        kind if kind.state or kind.ring else replace(kind, size=kind.size * ranks, ranks=ranks)
+        for kind in kinds
+    )
 
 
 class Pool:

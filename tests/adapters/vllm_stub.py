@@ -71,6 +71,7 @@ class FullAttentionSpec:
     kv_quant_mode: int = 0
     state_content_bytes: int | None = None
     tokens_per_state: int = 1
+    dcp_sharded: bool = True
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -83,6 +84,7 @@ class SlidingWindowSpec:
 
     block_size: int
     sliding_window: int
+    dcp_sharded: bool = True
 
 
 @dataclass
@@ -91,6 +93,7 @@ class ChunkedLocalAttentionSpec:
 
     block_size: int
     attention_chunk_size: int
+    dcp_sharded: bool = True
 
 
 @dataclass
@@ -101,6 +104,7 @@ class MambaSpec:
     mamba_cache_mode: str = "align"
     shapes: tuple[tuple[int, ...], ...] = ((4,),)
     dtypes: tuple[str, ...] = ("torch.float32",)
+    dcp_sharded: bool = False
 
 
 @dataclass
@@ -109,6 +113,7 @@ class CircularBufferSpec:
 
     block_size: int
     prefix_cacheable: bool = False
+    dcp_sharded: bool = False
 
 
 @dataclass
@@ -167,6 +172,8 @@ def vllm_config(
     role: str = "kv_both",
     caching: bool = True,
     stages: int = 1,
+    context_ranks: int = 1,
+    interleave: int = 1,
 ) -> Any:
     """Return the part of ``VllmConfig`` that the connector reads."""
     hf = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, _commit_hash="abc")
@@ -185,6 +192,10 @@ def vllm_config(
             pipeline_parallel_size=stages,
             world_size=ranks,
             data_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=context_ranks,
+            cp_kv_cache_interleave_size=interleave,
+            dcp_kv_cache_interleave_size=1,
         ),
     )
 

@@ -64,6 +64,9 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
             tier cannot see these settings, and states of other dtypes may have the same size, so the values become
             part of the identity. Required if the names of layers suggest that they have such states. Pass an empty
             list if no layer has one.
+        cp_kv_cache_interleave_size: The value of ``--cp-kv-cache-interleave-size``. Required with decode context
+            parallelism, which distributes the tokens of a block over ranks in pieces of this size. The tier cannot see
+            the setting, so the value becomes part of the identity.
         enable_kv_events: Whether to publish events for chunks that are stored and removed. Has no effect
             unless vLLM's own KV events are enabled.
         locality: The value of vLLM's ``Locality`` to set in these events, or None.
@@ -85,6 +88,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         model: str | None = None,
         adapters: Sequence[str] = (),
         state_dtypes: Sequence[str] | None = None,
+        cp_kv_cache_interleave_size: int | None = None,
         enable_kv_events: bool = False,
         locality: str | None = None,
         **unknown: object,
@@ -92,7 +96,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if unknown:
             raise ConfigError(
                 f"secondary tier {tier_type}: unknown keys {', '.join(sorted(unknown))}; known keys are config, model, "
-                "adapters, state_dtypes, enable_kv_events, locality, backpressure"
+                "adapters, state_dtypes, cp_kv_cache_interleave_size, enable_kv_events, locality, backpressure"
             )
         if model is not None and not model.strip():
             raise ConfigError(
@@ -112,6 +116,14 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "--mamba-cache-dtype and --mamba-ssm-cache-dtype, such as ['bfloat16', 'auto', 'float32'], or [] if "
                 "no layer has a state"
             )
+        piece, context_ranks = cp_kv_cache_interleave_size, offloading_spec.config.parallel.dcp_size
+        if context_ranks > 1 and (not isinstance(piece, int) or piece < 1):
+            raise ConfigError(
+                f"secondary tier {tier_type}: with decode_context_parallel_size {context_ranks}, "
+                f"cp_kv_cache_interleave_size must be a number of tokens, got {piece!r}: tokens are distributed over "
+                "ranks in pieces of a size that vLLM does not report to this tier; give the value of "
+                "--cp-kv-cache-interleave-size, which is 1 by default"
+            )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         nvme = nvme_section(config, "vLLM's CPU tier")
@@ -122,6 +134,8 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
             described["adapters"] = told
         if state_dtypes:
             described["state_dtypes"] = list(state_dtypes)
+        if context_ranks > 1:
+            described["cp_kv_cache_interleave_size"] = piece
         woken = Event()
         self._chunks = Chunks(
             _open(nvme, described, offloading_spec.config, rows.shape[1], woken), rows, woken

@@ -165,6 +165,15 @@ def retention_interval(kv_cache_config: Any) -> int | None:
     return interval
 
 
+def is_distributed(spec: Any) -> bool:
+    """Return whether decode context parallelism distributes the tokens of each block over ranks for these layers.
+
+    Recurrent states, and the layers of most draft models, are not distributed. Earlier versions of vLLM, whose specs do
+    not say so, distribute all layers that the connector supports under them.
+    """
+    return bool(getattr(spec, "dcp_sharded", True))
+
+
 def layer_specs(spec: Any) -> list[Any]:
     """Return one spec per layer for ``UniformTypeKVCacheSpecs``, else the single spec that all layers share."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
@@ -214,6 +223,33 @@ def connectors_here() -> list[Any]:
         return []
     group = get_kv_transfer_group()
     return list(getattr(group, "_connectors", None) or [group])
+
+
+def worker_rank(stage: int) -> int:
+    """Return the number of this worker among all workers of its engine. Call it only in a worker.
+
+    The number determines which part of each page the worker has. vLLM orders workers by pipeline stage, then by prefill
+    context parallel rank, then by tensor parallel rank.
+
+    Raises:
+        ConfigError: The tokens of a block are distributed over workers in an unknown order. Pages of a vLLM with
+            another order could then be mistaken for pages of this one.
+    """
+    from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_tp_group
+
+    prefill, tensor, decode = get_pcp_group(), get_tp_group(), get_dcp_group()
+    order = tensor.rank_in_group * prefill.world_size + prefill.rank_in_group
+    if decode.rank_in_group != order % decode.world_size:
+        raise ConfigError(
+            f"the worker with tensor parallel rank {tensor.rank_in_group} and prefill context parallel rank "
+            f"{prefill.rank_in_group} must have decode context parallel rank {order % decode.world_size}, got "
+            f"{decode.rank_in_group}: TierStoreConnector does not know in which order vLLM {installed()} distributes "
+            "tokens over ranks; set decode_context_parallel_size to 1"
+        )
+    rank: int = (
+        stage * prefill.world_size + prefill.rank_in_group
+    ) * tensor.world_size + tensor.rank_in_group
+    return rank
 
 
 class BlockPins:

@@ -224,15 +224,20 @@ def wants_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def require_served(vllm_config: Any) -> None:
-    """Raise ConfigError if the parallel configuration is not supported."""
+def distribution(vllm_config: Any) -> str:
+    """Return how decode context parallelism distributes the tokens of a block over ranks. Empty without it.
+
+    Blocks that are distributed differently have different contents on each rank. In a worker, call this only once vLLM
+    creates its connectors: NixlConnector may change the size of the pieces before that.
+    """
     parallel = vllm_config.parallel_config
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(
-                f"{name} must be 1 with TierStoreConnector, got {getattr(parallel, name)}: with more than 1, the "
-                "tokens of a block are distributed over several ranks, which TierStoreConnector does not support"
-            )
+    ranks = getattr(parallel, "decode_context_parallel_size", 1)
+    if ranks == 1:
+        return ""
+    # vLLM derives the size that it uses from the old and the new setting.
+    settings = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+    pieces = [getattr(parallel, name, 1) for name in settings]
+    return f"tokens over {ranks} ranks in pieces of {pieces} "
 
 
 def clears_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -269,6 +274,8 @@ class Deployment:
     """The heads that ``host.codec`` encodes. None without a codec."""
     identity: str
     """Identity of the model, from which the namespaces of page keys are derived."""
+    distribution: str
+    """How the tokens of a block are distributed over ranks. It is part of the identity of pages in a worker."""
     world_size: int
     """Number of workers. Each page is split among them."""
     stages: int
@@ -294,15 +301,15 @@ class Deployment:
         """Return the deployment that vLLM's configuration describes. Raises ConfigError if it is not supported."""
         compat.require_tested()
         settings = Settings.of(transfer_config.kv_connector_extra_config)
-        groups = groups_of(kv_cache_config)
-        require_served(vllm_config)
-        codec = "none" if settings.config.host is None else settings.config.host.codec
         parallel = vllm_config.parallel_config
+        groups = groups_of(kv_cache_config, getattr(parallel, "decode_context_parallel_size", 1))
+        codec = "none" if settings.config.host is None else settings.config.host.codec
         return cls(
             settings=settings,
             groups=groups,
             heads=None if codec == "none" else heads_of(kv_cache_config, codec),
             identity=identity(vllm_config, settings.model_id, settings.loss_class),
+            distribution=distribution(vllm_config),
             world_size=parallel.world_size,
             stages=parallel.pipeline_parallel_size,
             replica=parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
@@ -341,8 +348,8 @@ class Deployment:
         found = kv_layout(
             tensors,
             num_blocks=self.num_blocks,
-            block_size=(self.groups.spine or self.groups.all[0]).block_size,
-            identity=self._stage_name + self.groups.name + self.identity,
+            block_size=(self.groups.spine or self.groups.all[0]).tokens_per_rank,
+            identity=self._stage_name + self.distribution + self.groups.name + self.identity,
             shard=rank,
             heads=self.heads,
         )

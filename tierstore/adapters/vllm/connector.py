@@ -415,11 +415,7 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         return [c._worker for c in found if isinstance(c, TierStoreConnector) and c._worker is not None]
 
     def _rank(self) -> int:
-        from vllm.distributed.parallel_state import get_tp_group
-
-        tensor_ranks = get_tp_group()
-        rank: int = self._stage() * tensor_ranks.world_size + tensor_ranks.rank_in_group
-        return rank
+        return compat.worker_rank(self._stage())
 
     def _stage(self) -> int:
         from vllm.distributed.parallel_state import get_pp_group

@@ -148,12 +148,14 @@ class Group:
 
     Attributes:
         number: vLLM's index of the group.
-        block_size: Tokens per block.
+        block_size: Tokens per block. With decode context parallelism, these are the tokens of all ranks.
         stride: Block hashes per block.
         kind: Policy of the group.
         layers: Names of the layers.
         draft: Whether a draft model uses the group. A draft model's KV for a token depends on the next token, so a
             hit must end one block before the end of the pages that match.
+        ranks: Number of ranks over which decode context parallelism distributes the tokens of a block. 1 if each rank
+            has all tokens.
     """
 
     number: int
@@ -162,6 +164,12 @@ class Group:
     kind: Kind = FULL
     layers: tuple[str, ...] = ()
     draft: bool = False
+    ranks: int = 1
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Return how many tokens of a block each rank has."""
+        return self.block_size // self.ranks
 
     @property
     def partial(self) -> bool:
@@ -353,8 +361,13 @@ def _heads(spec: Any, layers: tuple[str, ...], codec: str) -> Heads:
     return Heads(2, key, dtype) if key == value else Heads(1, key + value, dtype)
 
 
-def groups_of(kv_cache_config: Any) -> Groups:
+def groups_of(kv_cache_config: Any, ranks: int = 1) -> Groups:
     """Return the groups in vLLM's ``KVCacheConfig``.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``. Its block sizes are those of one rank.
+        ranks: vLLM's ``decode_context_parallel_size``. A block of the scheduler consists of one block on each of these
+            ranks, and covers the tokens of all of them.
 
     Raises:
         ConfigError: The kind of some layers is not supported. The message names the layers.
@@ -368,29 +381,41 @@ def groups_of(kv_cache_config: Any) -> Groups:
             "TierStoreConnector cannot store any layer of this model, because vLLM computes the KV of all layers again "
             "for each request; remove the connector"
         )
-    sizes = [group.kv_cache_spec.block_size for _, group in taken]
+    sizes = [group.kv_cache_spec.block_size * _ranks(group.kv_cache_spec, ranks) for _, group in taken]
     hash_size = compat.hash_block_size(kv_cache_config) or math.gcd(*sizes)
     skipped = [layer for _, group in found if not compat.takes_part(group) for layer in group.layer_names]
     return Groups(
-        tuple(_group(number, group, hash_size) for number, group in taken),
+        tuple(_group(number, group, hash_size, ranks) for number, group in taken),
         tuple(skipped),
         max(compat.replayed_tokens(group) for _, group in found),
         compat.retention_interval(kv_cache_config),
     )
 
 
-def _group(number: int, group: Any, hash_size: int) -> Group:
+def _ranks(spec: Any, ranks: int) -> int:
+    """Return over how many of the ``ranks`` of decode context parallelism the tokens of a block are distributed."""
+    return ranks if compat.is_distributed(spec) else 1
+
+
+def _group(number: int, group: Any, hash_size: int, context_ranks: int) -> Group:
     spec = group.kv_cache_spec
     layers = tuple(group.layer_names)
-    size: int = spec.block_size
+    ranks = _ranks(spec, context_ranks)
+    size: int = spec.block_size * ranks
     kinds = list(dict.fromkeys(_kind(each, layers) for each in compat.layer_specs(spec)))
     states = [kind for kind in kinds if isinstance(kind, State)]
     if states and len(states) == len(kinds):  # one block table, although the layers' states differ
         kinds = [State(tuple(part for kind in states for part in kind.contents))]
     if len(kinds) != 1:
         raise _not_served(spec, layers)
+    if ranks > 1 and kinds[0].partial:
+        raise ConfigError(
+            f"decode_context_parallel_size must be 1 for layers {_some(layers)} with a {type(spec).__name__}, got "
+            f"{ranks}: vLLM distributes tokens over ranks only in layers with full attention. Try "
+            "--disable-hybrid-kv-cache-manager, with which vLLM may put all layers into one group of full attention"
+        )
     draft = bool(getattr(group, "is_eagle_group", False))
-    return Group(number, size, size // hash_size, kinds[0], layers, draft)
+    return Group(number, size, size // hash_size, kinds[0], layers, draft, ranks)
 
 
 _REFUSED = {
