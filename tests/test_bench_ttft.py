@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_created(
 def test_a_prompt_is_computed_in_chunks_that_fit_into_device_memory(
     gib: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use the 8B model, whose weights take 31 GiB together with the pages of 131,072 tokens."""
+    """Use the 8B model. Its weights and the pages of 131,072 tokens take 31 GiB together."""
 
     class Card:
         def available_nbytes(self) -> int | None:

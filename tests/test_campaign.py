@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(autouse=True)
 def _kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make campaigns create their directories, some of which they keep, in the test's own folder."""
+    """Make campaigns create their directories in the test's folder, because they keep some of them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 

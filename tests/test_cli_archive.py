@@ -247,7 +247,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 
 def words_of_the_guide(line: str, directory: Path, model: Path) -> list[str | Path]:
-    """Return the arguments of a command line in the guide, with ``model`` as the model and files in ``directory``."""
+    """Return the arguments of a command line in the guide, with its model and files replaced by those of the test."""
     program, *words = line.split()
     assert program == "tierstore"
     given = {"smollm2": model} | {

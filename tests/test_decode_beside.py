@@ -1,4 +1,4 @@
-"""Test of the benchmark that decodes an answer beside restores. The link is simulated, the copy engine is real."""
+"""Test the benchmark that decodes an answer while pages are restored, with a simulated link and a real copy engine."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_the_demonstration_ends_with_three_lines_of_this_runs_figures(outcome: O
 
 
 def second_act_here(plan: Plan, scratch: Path, say: Say) -> tuple[list[Row], InTurn]:
-    """Run the second act in this process, which has already imported transformers."""
+    """Run the demo's second part in this process, which has already imported transformers."""
     plan.save(scratch / "plan.json")
     run_room.main(scratch / "plan.json", scratch / "found.json")
     found = json.loads((scratch / "found.json").read_text())
@@ -248,7 +248,7 @@ def test_tiers_that_questions_must_hit_follow_from_the_pages_used_since() -> Non
 
 
 class Crowded(Session):
-    """A session whose plain answers report that the process had only a tenth of a core."""
+    """A session that reports only a tenth of a core for each answer without the store."""
 
     def plain(self, ids: list[int], max_new_tokens: int) -> PlainAnswer:
         return replace(super().plain(ids, max_new_tokens), cores=0.1)

@@ -78,7 +78,7 @@ def test_a_forbidden_import_is_noticed(tree: Path) -> None:
 
 
 def test_every_module_has_a_place_in_the_layers() -> None:
-    """Check that the contract names every module or a package around it. It does not constrain any other module."""
+    """Check that the contract names every module, or a package that contains it. Other modules would not be checked."""
     with open(CHECKOUT / "pyproject.toml", "rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     placed = {name.strip(" ()") for layer in contracts[0]["layers"] for name in re.split(r"\s[|:]\s", layer)}

@@ -96,7 +96,7 @@ def test_with_several_questions_at_a_time_no_link_makes_the_engine_slower(
 
 @pytest.mark.parametrize("in_host", [0.25, 1.1])
 def test_a_load_waits_for_host_memory_that_is_full_instead_of_failing(in_host: float) -> None:
-    """Load four prompts of 131,072 tokens with much less host memory, so that each loaded page must evict another."""
+    """Load four prompts of 131,072 tokens. Host memory is smaller, so each page that is loaded must evict another."""
     work = Workload(documents=1, tokens=131072, in_host=in_host)
     simulation = Simulation(Machine(7e9, block=512), work, "always")
     for _ in range(2):

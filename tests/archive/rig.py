@@ -1,4 +1,4 @@
-"""Archives of small generated pages, and stores that are just a dictionary."""
+"""Helpers that write archives of small generated pages, and a store that is only a dictionary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class TurnByTurn(asyncio.SelectorEventLoop):
-    """An event loop that finishes executor calls in its next turn, so that a task's waits are the same in every run."""
+    """An event loop that completes executor calls in its next turn, so tasks wait at the same points every time."""
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -58,7 +58,7 @@ class TurnByTurn(asyncio.SelectorEventLoop):
 
 
 class CancelledAt(Generic[T]):
-    """Awaitable that runs ``work`` and cancels the current task at wait number ``at`` of ``work``, counted from 1."""
+    """An awaitable that runs ``work``, and cancels the current task when ``work`` waits for the ``at``-th time."""
 
     def __init__(self, at: int, work: Coroutine[Any, Any, T]) -> None:
         self._at = at
@@ -89,7 +89,7 @@ class CancelledAt(Generic[T]):
 
 
 def cancelled_at(at: int, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run ``work``, and cancel it at its wait number ``at``. Return its result, or None if it was cancelled."""
+    """Run ``work``, and cancel it when it waits for the ``at``-th time. Return its result, or None if cancelled."""
 
     async def play() -> T:
         return await CancelledAt(at, work)
@@ -121,7 +121,7 @@ def record(key: PageKey, parent: PageKey | None, description: Description = DESC
 
 @dataclass
 class Shelf:
-    """A source and a sink of at most ``room`` records, which it keeps in a dictionary."""
+    """A source and sink that keeps at most ``room`` records in a dictionary."""
 
     description: Description = DESCRIPTION
     records: dict[PageKey, Record] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Test that an archive is written whole or not at all, despite cancellation, a full disk, a kill or another writer."""
+"""Test that an export writes a whole archive or none, despite cancellation, a full disk, a kill or another writer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.errors import ArchiveError
 
 
 class Trouble:
-    """A stand-in for the file from ``wrap``. Counts awaited calls, and awaits ``meet`` before or after one of them."""
+    """A wrapped file that also awaits ``meet`` in its call number ``at``: before the call, or after it if ``after``."""
 
     def __init__(self, file: io.BufferedWriter, at: int, meet: Callable[[], Awaitable[None]], *, after: bool):
         self._file = wrap(file)

@@ -84,7 +84,7 @@ class Scene:
         return cls(table, q.to(device, case.dtype), pages)
 
     def run(self, way: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan and run. Return the results and their log-sum-exps, written into memory that held NaN."""
+        """Plan and run the attention, with NaN in the output buffers. Return the results and their log-sum-exps."""
         way.plan(self.table)
         return self.run_again(way)
 

@@ -43,7 +43,7 @@ _dot = InterpreterBuilder.create_dot
 
 
 def _dot_of_bfloat16(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """Widen bfloat16 first: the interpreter's own dot multiplies its bits as if they were integers (Triton 3.7)."""
+    """Convert bfloat16 to float32 first, because the interpreter of Triton 3.7 multiplies its bits as integers."""
     return _dot(builder, _widened(a), _widened(b), *rest)
 
 

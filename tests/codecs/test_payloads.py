@@ -256,7 +256,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_payload_is_the_same_bytes_in_every_version(name: str) -> None:
-    """The input does not come from a random generator, which could change. A new digest means a new format."""
+    """Use computed input, because a random generator could change. A different digest means that the format changed."""
     layout = PageLayout.of([spec_of("bfloat16", 2, 35, 2, 40, 0), spec_of("float16", 1, 35, 1, 64, 1)])
     count = layout.blob_nbytes // 2
     numbers = ((np.arange(count) * 2654435761 % 4093) - 2046).astype(np.float32) / np.float32(64)

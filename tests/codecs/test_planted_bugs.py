@@ -155,7 +155,7 @@ def with_bug(module: ModuleType, bug: Bug | None, patch: pytest.MonkeyPatch) -> 
 
 
 def bugged(scheme: Scheme, planted: ModuleType) -> Any:
-    """Return the scheme as an instance of the planted module's class, or unchanged if that module has no such class."""
+    """Return the scheme with the planted module's version of its class, if that module contains the class."""
     kind = vars(planted).get(type(scheme).__name__) if planted.__name__ == quantization.__name__ else None
     return scheme if kind is None else kind(**asdict(scheme))  # type: ignore[call-overload]
 

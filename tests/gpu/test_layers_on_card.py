@@ -49,7 +49,7 @@ class Content:
         bench.store.put(self.keys[name], slots)
 
     def read(self, bench: Bench, lease: Lease, name: int, layer: int) -> None:
-        """Queue a comparison of one layer on the current stream. All bytes must have arrived when it runs."""
+        """Queue a comparison of one layer on the current stream, to run once the layer's event has completed."""
         event = lease.ready(layer, PATIENCE_S)
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(event)

@@ -50,7 +50,7 @@ def bench() -> Iterator[Bench]:
 
 
 def covering(store: TierStore, keys: list[PageKey]) -> Lease:
-    """Return a ready lease of all the keys. Retry while slots are still in use."""
+    """Return a ready lease of all the keys. Retry as long as HBM has too few free slots."""
     for _ in range(10_000):
         lease = store.acquire(keys)
         if lease.num_pages == len(keys):
@@ -296,7 +296,7 @@ def test_a_page_put_with_an_event_is_unwritten_until_the_event_completes(bench: 
 
 @pytest.mark.parametrize("duplicate", [False, True], ids=["acquired", "put twice"])
 def test_another_stream_reads_a_page_after_its_writer_in_every_round(bench: Bench, duplicate: bool) -> None:
-    """Test for issue 20: a page is put before its stream has written it, and another stream acquires or puts it."""
+    """Regression test (issue 20): a page is put before a stream has written it, and another stream uses or puts it."""
     store = bench.store
     writer, reader = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     seen = Reader()

@@ -192,7 +192,7 @@ def live(life: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def link_gbps(device: str) -> float:
-    """Return the ceiling: the rate of one contiguous copy from pinned memory to the device, in 10^9 bytes/s."""
+    """Measure the rate of one contiguous copy from pinned memory to the device, in 10^9 bytes/s."""
     from tierstore.bench.link import Ceiling
 
     ceiling = Ceiling(device, (1 << 30) if device != "cpu" else (16 << 20))
@@ -200,7 +200,7 @@ def link_gbps(device: str) -> float:
 
 
 def ratios(rows: dict[str, dict[str, Any]], shape: dict[str, Any], gbps: float) -> dict[str, float]:
-    """Return the ratios for which there are goals. Ratios that need a failed life are left out."""
+    """Return the ratios that have target values, except those that need a life that failed."""
 
     def best(life: str, what: str) -> float | None:
         found = [answer["s"] for answer in rows.get(life, {}).get(what, ())]

@@ -93,7 +93,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         return found
 
     def raise_to(self, place: Tier, keys: list[PageKey]) -> None:
-        """Bring pages up to ``place`` by acquiring them, as an engine does."""
+        """Acquire pages, as an engine does, so that ``place`` is the highest tier that holds them."""
         if place < Tier.NVME:
             with self.store.acquire(keys) as lease:
                 lease.wait(PATIENCE_S)
@@ -244,7 +244,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
     @rule(name=names, kept=sequences, other=sequences)
     def retain_in_a_turn(self, name: str, kept: list[PageKey], other: list[PageKey]) -> None:
-        """Retain pages that a turn may evict, after the turn has asked which pages stay and before it starts copies."""
+        """Retain pages that a turn may evict, after it has asked which pages must stay and before it starts copies."""
         self.below(Tier.HOST, other)
         self.raise_to(Tier.HBM, kept)
         self.expect("x" if name == "y" else "y", other, 3, 1.0)
@@ -266,7 +266,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
             del vars(self.store)[method]
 
     def below(self, tier: Tier, keys: list[PageKey]) -> None:
-        """Move the sequences of these pages down, so that no unpinned page of these sequences is above ``tier``."""
+        """Evict all unpinned pages above ``tier`` of the sequences that contain these keys."""
         self.open_gates()
         for sequence in [x for x in SEQUENCES if set(x) & set(keys)]:
             if tier == Tier.HOST:
@@ -307,14 +307,14 @@ class PrefetcherMachine(RuleBasedStateMachine):
         self.require_room_in_host(staged, [k for k, t in brought if t == Tier.HOST])
 
     def waits_on(self, waiting: list[Lease], before: dict[PageKey, dict[Tier, str]], src: Tier) -> bool:
-        """Return whether a lease waits for a page in ``src``, and no lease waits for a page that is not in ``src``."""
+        """Return whether leases are waiting for pages, and all these pages are in ``src``."""
         pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
         return any(
             before[k].get(Tier.HBM) == "arriving" and before[k].get(src) == "ready" for k in pages
         ) and not any(before[k].get(src) != "ready" and before[k].get(Tier.HBM) == "arriving" for k in pages)
 
     def reads_for(self, waiting: list[Lease], *looks: dict[PageKey, dict[Tier, str]]) -> bool:
-        """Return whether a lease waits for a page that, in all of ``looks``, has arrived neither in HOST nor in HBM."""
+        """Return whether a lease waits for a page that is in neither HOST nor HBM, according to all of ``looks``."""
         pages = {key for lease in waiting for key in lease.keys[: lease.num_pages]}
         return any(
             all(look[k].get(Tier.HBM) == "arriving" and look[k].get(Tier.HOST) != "ready" for look in looks)

@@ -28,9 +28,9 @@ def lateness(ends: dict[str, float], wants: list[Want]) -> float:
 
 
 def least_lateness(wants: list[Want], read_s: float, load_s: float) -> float:
-    """Return the least possible lateness, over every order of the reads and every order of requests on the link.
+    """Return the minimum lateness over all orders of the reads and all orders of requests on the link.
 
-    The link always loads a page if one is in host memory.
+    The link is idle only when no page in host memory remains to be loaded.
     """
     pages = [(w.request_id, tier) for w in wants for tier in w.tiers]
     reads = [i for i, (_, tier) in enumerate(pages) if tier == NVME]

@@ -1,4 +1,4 @@
-"""Tests of how much memory the prefetcher uses, and of which pages it displaces."""
+"""Tests of how much memory the prefetcher uses, and of which pages it evicts."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_space_of_retained_pages_is_not_planned_for(store: TierStore, clock: Clo
 def test_planning_with_the_space_of_staying_pages_is_detected(
     store: TierStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plant a bug that the state machine misses, because the store itself never displaces staying pages."""
+    """Plant a bug that the state machine misses, because the store itself never evicts pages that must stay."""
     bug = Bug("staying pages take no space", "staying = tuple(self._store.staying())", "staying = ()")
     install(monkeypatch, prefetcher_module, bug)
     with pytest.raises(AssertionError, match="room that nobody will give"):

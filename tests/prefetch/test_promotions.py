@@ -1,4 +1,4 @@
-"""Tests of the queue through which pages are promoted ahead of need: the rules that hold for every caller."""
+"""Tests of the queue of pages to promote before they are needed: the rules that hold for every caller."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def require_room(
 ) -> None:
     """Assert that HBM has space for the pages of the wants, and that only these are loaded.
 
-    If a want loads further pages, pages that are retained at most until that want's deadline must fit, too.
+    If a want loads pages, the pages that are retained no longer than until that want's deadline must also fit.
     """
     mine = {key for want in wants for key in covered(plan, want)}
     assert len(mine) <= max(0, machine.hbm_pages)

@@ -30,7 +30,7 @@ runner = CliRunner()
 
 
 def plain_lru(trace: Trace, pages: int) -> int:
-    """Count the hits of a plain LRU list in the second half of a trace. A request uses its last page first."""
+    """Count the hits of a plain LRU list in the second half of a trace. A request touches its last page first."""
     kept: dict[PageKey, None] = {}
     total, half = 0, len(trace.requests) // 2
     for number, request in enumerate(trace.requests):

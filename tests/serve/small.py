@@ -64,19 +64,19 @@ def reader(*, chats: bool = True, ends: bool = False) -> Reader:
 
 @dataclass
 class Standing:
-    """A model that stops in the middle of an answer, sets ``stands``, and continues once ``go_on`` is set."""
+    """The state of a paused model: ``stands`` is set when it pauses, and it continues once ``go_on`` is set."""
 
     stands: Flag = field(default_factory=Flag)
     go_on: Flag = field(default_factory=Flag)
 
     def wait(self) -> None:
-        """Wait until the model has stopped."""
+        """Wait until the model has paused."""
         assert self.stands.wait(PATIENCE_S)
 
 
 @contextmanager
 def standing_at(forward: int, model: PreTrainedModel) -> Iterator[Standing]:
-    """Make the model stop before this forward pass, counted from 0, until ``go_on`` is set."""
+    """Pause the model before this forward pass, counted from 0, until ``go_on`` is set."""
     passes, found = count(), Standing()
 
     def stand_still(*_: object) -> None:

@@ -342,7 +342,7 @@ def test_closing_the_store_first_ends_the_engine() -> None:
 
 
 def on_disk(found: Engine, store: TierStore, prompt: str) -> list[PageKey]:
-    """Read a prompt, and move its pages to disk, out of all other tiers. Return their keys."""
+    """Process a prompt, and demote its pages so that only the disk holds them. Return their keys."""
     ask(found, prompt, 0)[1].done()
     keys = store.keys(ids_of(prompt))
     assert store.demote(keys, Tier.NVME)

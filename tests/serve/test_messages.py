@@ -1,4 +1,4 @@
-"""Tests of error messages for rejected requests: they name the field as the request does, and say what is allowed."""
+"""Tests of error messages for rejected requests: they name the field as the request does, and the allowed values."""
 
 from __future__ import annotations
 

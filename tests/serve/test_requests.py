@@ -217,7 +217,7 @@ def held(engine: Engine) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def posted(server: Serving, body: dict[str, Any]) -> Iterator[list[httpx.Response]]:
-    """Request a completion in a thread while the block runs. Afterwards, the yielded list contains the response."""
+    """Request a completion in a thread while the block runs. After it, the yielded list contains the response."""
     got: list[httpx.Response] = []
 
     def post() -> None:

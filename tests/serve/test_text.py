@@ -1,4 +1,4 @@
-"""Tests of an answer's text while it is generated: whole characters, and nothing after a stop string."""
+"""Tests of the text that is sent while an answer is generated: whole characters, and nothing after a stop string."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_character_begun_by_the_prompt_is_completed_in_the_answer() -> None:
 
 
 def fallback() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like Gemma's and Llama 2's: it decodes byte tokens only if their whole run is valid UTF-8."""
+    """Return a tokenizer like Gemma's and Llama 2's: successive byte tokens are decoded only if all are valid."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "\u2581a": 257, "b": 258}
     made = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     made.decoder = decoders.Sequence(
