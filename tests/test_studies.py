@@ -13,7 +13,7 @@ from tests.support import forked
 
 CHECKOUT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "lmdb", "numpy", "pydantic", "rich.console", "typer", "xxhash", "yaml")
-"""Third-party libraries to import in advance. Each process imports the packages themselves from its own folder."""
+"""Third-party libraries to import in advance. Each process imports TierStore's packages from its own folder."""
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def stubbed() -> Iterator[ModuleType]:
 
 
 class PlanePool:
-    """A host pool in the layout page_first, whose pages have two buffers."""
+    """A host pool with the layout ``page_first`` and two buffers per page."""
 
     layout = "page_first"
     page_size = PAGE_SIZE
@@ -118,14 +118,14 @@ class PlanePool:
 
 
 class HeadPool(PlanePool):
-    """A host pool of K and V, as ``MHATokenToKVPoolHost``."""
+    """A host pool of K and V, like ``MHATokenToKVPoolHost``."""
 
     head_num = 2
     head_dim = 16
 
 
 class LatentPool(PlanePool):
-    """A host pool of MLA, which has no heads, as ``MLATokenToKVPoolHost``."""
+    """A host pool of MLA, which has no heads, like ``MLATokenToKVPoolHost``."""
 
     kv_cache_dim = 32
 
@@ -158,7 +158,7 @@ class StatePool:
 
 
 class AnchorPool:
-    """A host pool that only counts tokens, as ``LogicalHostPool``."""
+    """A host pool that only counts tokens, like ``LogicalHostPool``."""
 
     layout = "layer_first"
     page_size = PAGE_SIZE
@@ -203,7 +203,7 @@ def storage_config(home: Path, **more: Any) -> Any:
 
 @contextmanager
 def opened(module: ModuleType, home: Path, kv: Any = None, **more: Any) -> Iterator[Any]:
-    """Yield a storage backend with the host pool ``kv`` and the pools ``pools``, attached as SGLang attaches one."""
+    """Yield a storage backend, attached as in SGLang to the host pool ``kv`` and to further ``pools``."""
     pools = more.pop("pools", {})
     storage = module.TierStoreStorage(storage_config(home, **more), {})
     try:

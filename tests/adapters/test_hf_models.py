@@ -70,7 +70,7 @@ REFUSED = {
     "PaliGemmaForConditionalGeneration": "bidirectional attention",
 }
 ALIKE = ("GraniteSWAForCausalLM", "VaultGemmaForCausalLM", "FalconH1ForCausalLM")
-"""Classes refused for the same reason as another one above."""
+"""Classes that are refused for the same reason as another class above."""
 
 PARTS = 8
 

@@ -68,7 +68,7 @@ def read(storage: Any, pool: Any, numbers: range) -> list[bool]:
 
 
 def find(home: Path, needle: bytes) -> tuple[Path, int]:
-    """Return the file and the position of the only occurrence of ``needle`` below ``home``."""
+    """Find the only occurrence of ``needle`` in the files below ``home``. Return the file and the offset."""
     found = [
         (path, at)
         for path in home.rglob("*")

@@ -1,4 +1,4 @@
-"""Test context parallelism: each rank stores its tokens of a block, and finds only pages distributed the same way."""
+"""Test context parallelism: each rank stores its tokens of a block, and reuses pages only of the same distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore.errors import ConfigError
 PAGE = 64
 LONG = DOCUMENT * 2
 DRAFTED = (Kind(size=4, ranks=2), Kind())
-"""A group that is distributed over two ranks, and a draft model of which each rank has all tokens."""
+"""A group whose tokens are distributed over two ranks, and a draft model's group, whose tokens are all on each rank."""
 
 
 def engine(path: Path, kinds: tuple[Kind, ...], *, ranks: int = 2, **more: Any) -> Engine:
@@ -190,7 +190,7 @@ def test_distributed_windows_and_chunks_are_refused_by_name(spec: Any) -> None:
 
 
 def members(tp: int, pcp: int, dcp: int, pp: int = 1) -> list[SimpleNamespace]:
-    """Return the groups of each worker, in the order of vLLM's global ranks, as vLLM builds them."""
+    """Return the process groups of each worker as vLLM builds them, in the order of vLLM's global ranks."""
     ranks = torch.arange(pp * pcp * tp).reshape(pp, pcp, tp)
     split = {
         "tp": ranks.reshape(-1, tp),
@@ -208,7 +208,7 @@ def members(tp: int, pcp: int, dcp: int, pp: int = 1) -> list[SimpleNamespace]:
 
 
 def rank_of(worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the number that the connector gives this worker."""
+    """Return the rank that the connector assigns to this worker."""
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     state = ModuleType("vllm.distributed.parallel_state")
@@ -223,7 +223,7 @@ SIZES = [
     for dcp in (1, 2, 3, 4, 6, 8, 12)
     if (tp % dcp == 0 if pcp == 1 else dcp in (1, pcp, tp * pcp))
 ]
-"""The sizes that vLLM allows."""
+"""Combinations of parallel sizes that vLLM allows."""
 
 
 def test_workers_are_numbered_as_vllm_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:

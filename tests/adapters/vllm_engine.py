@@ -85,7 +85,7 @@ class Request:
     elsewhere: int = 0
     """Leading tokens that another connector (of vLLM's ``MultiConnector``) loads if this connector offers none."""
     beside: bool = True
-    """Whether the other connector loads these tokens while the request waits, or in the step in which it begins."""
+    """Whether the other connector loads these tokens while the request waits, and not during its first step."""
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +228,7 @@ class Engine:
             self.scheduler.bind_gpu_block_pool(self.pool)
         self.scheduler._workers_here = list  # as if the workers were in other processes
         self.pace = 1.0
-        """The probability that a held lane lets a transfer go in a step."""
+        """The probability that a held lane lets one transfer proceed in a step."""
         if met:
             self.meet()
 

@@ -25,7 +25,7 @@ from tierstore.adapters.huggingface import ATTENTION, TierStoreCache, cache_argu
 WINDOW = 16
 MOST_PARAMETERS = 120_000_000
 TOLERANCE = 1e-4
-"""Largest error allowed, relative to the largest logit. A wrong page causes a far larger one (``Outcome.control``)."""
+"""Largest allowed error, relative to the largest logit. A wrong page causes far larger errors (``Outcome.control``)."""
 
 _TEXT: dict[str, Any] = {
     "attention_chunk_size": WINDOW,
@@ -113,7 +113,7 @@ _ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("num_experts_per_tok", "n_group"),
     ("num_key_value_heads",),
 )
-"""Sizes to leave out of those above, tried in this order until a model works. ``+mrope`` adds rope parameters."""
+"""Which of the sizes above to omit. They are tried in order until a model works. ``+mrope`` adds rope parameters."""
 
 
 @dataclass(frozen=True, slots=True)

