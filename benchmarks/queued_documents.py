@@ -424,7 +424,7 @@ def run(
 def main(
     disk: Annotated[list[float] | None, Option(help="disk throughput in GB/s, repeatable")] = None,
     at_a_time: Annotated[list[int] | None, Option(help="questions at a time, repeatable")] = None,
-    rounds: Annotated[int, Option(help="how often each document is asked about")] = Workload.rounds,
+    rounds: Annotated[int, Option(help="number of questions about each document")] = Workload.rounds,
     link: Annotated[float, Option(help="throughput of the link to HBM in GB/s")] = Machine.link / 1e9,
     block: Annotated[int, Option(help="tokens per block")] = Machine.block,
     restarted: Annotated[bool, Option(help="begin with an engine that has computed nothing yet")] = False,

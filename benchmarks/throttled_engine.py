@@ -291,7 +291,7 @@ class _Engine:
             self._process.stdin.flush()
         said = self._answers.readline()
         if not said:
-            raise RuntimeError(f"the engine of {self.name} ended: {self._path.read_text()[-4000:]}")
+            raise RuntimeError(f"the engine process of {self.name} exited: {self._path.read_text()[-4000:]}")
         figures, answers = json.loads(said)
         return figures, answers
 

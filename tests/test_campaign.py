@@ -135,7 +135,7 @@ def test_a_victim_that_fails_and_leaked_space_are_found(tmp_path: Path) -> None:
     kills.play(1, lambda done: None)
     first, second = kills.faults
     assert first.endswith("AssertionError: nothing to do")
-    assert "8 pages fit after the turns, 10 in a new directory" in second
+    assert "8 pages fit after the turns, but 10 fit into a new directory" in second
 
 
 def test_child_process_errors_and_output_are_returned(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ class Child:
         code = self._process.exitcode
         if code:
             raise Failed(
-                f"ended in {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                f"the child was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"the child exited with status {code}"
             )
         return lines
 
@@ -95,7 +97,7 @@ class Child:
             os.kill(self._process.pid or 0, signal.SIGUSR1)  # makes it print the stacks of all its threads
         self._process.join(2.0)
         self.kill()
-        raise Failed(f"hangs: no end after {PATIENCE_S:.0f} s")
+        raise Failed(f"the child did not exit within {PATIENCE_S:.0f} s")
 
 
 class _Warnings(logging.Handler):

@@ -189,7 +189,7 @@ class Damages:
         if (
             fate.older or any(fate.later[n] for n in fate.later if n.startswith("older"))
         ) and not rolled_back:
-            self._fault(kind, f"earlier versions are there again: {fate.older}, {fate.later}")
+            self._fault(kind, f"earlier versions of pages came back: {fate.older}, {fate.later}")
         self.counts["pages of the commit before"] += fate.older
         if fate.refused:
             self.counts["opens refused"] += 1
@@ -201,7 +201,9 @@ class Damages:
             if not fate.warnings:
                 self._fault(kind, "a directory was set aside without a warning")
             if self._only_records(files):
-                self._fault(kind, f"a directory was set aside for its records: {fate.warnings}")
+                self._fault(
+                    kind, f"a directory was set aside although only records were damaged: {fate.warnings}"
+                )
             return
         self._judge_pages(fate, files, kind)
 
@@ -217,9 +219,9 @@ class Damages:
             self.counts["damaged pages counted"] += hurt and outcome != "ok"
             self.counts["whole pages lost"] += not hurt and outcome != "ok"
             if hurt and outcome == "ok":
-                self._fault(kind, f"page {number} is damaged, and offered as if it were not")
+                self._fault(kind, f"page {number} is damaged, but was read without an error")
             if unharmed and not hurt and outcome != "ok":
-                self._fault(kind, f"page {number} is whole, and lost with others: {outcome}")
+                self._fault(kind, f"page {number} is undamaged, but could not be read: {outcome}")
 
     def _hurt(self, files: Files, span: Span) -> bool:
         """Return whether the head or the payload of a record has changed, regardless of the bytes before the head."""

@@ -155,7 +155,7 @@ class Kills:
                 self._wait(child, monotonic() + self._chance.random() * 0.006, turn, turn.capacity)
                 self.counts["killed while working"] += 1
         except Silent:
-            raise Failed("the victim ended by itself") from None
+            raise Failed("the victim exited before it was killed") from None
         finally:
             child.kill()
         self._sample(turn, most if opening else turn.capacity)
@@ -186,7 +186,7 @@ class Kills:
                 self._hear(line, turn)
         except Silent:
             return
-        raise Failed("the pipe of a killed victim stays open")
+        raise Failed("the pipe of a killed victim is still open")
 
     def _hear(self, line: str, turn: Turn) -> None:
         if line.startswith("fault"):
@@ -200,7 +200,7 @@ class Kills:
         self.counts["samples of the disk"] += 1
         self._fraction = max(self._fraction, taken / capacity)
         if taken > capacity:
-            self._fault(turn, f"{taken} bytes on disk of a capacity of {capacity}")
+            self._fault(turn, f"{taken} bytes are on disk, but the capacity is {capacity}")
 
     def _look(self, turn: Turn, *, may_drop: bool) -> None:
         ledger = self._ledger
@@ -217,7 +217,10 @@ class Kills:
         ledger.refused = 0
         self._fraction = max(self._fraction, found.disk_nbytes / found.capacity)
         if found.disk_nbytes > found.capacity:
-            self._fault(turn, f"{found.disk_nbytes} bytes on disk after a close, of {found.capacity}")
+            self._fault(
+                turn,
+                f"{found.disk_nbytes} bytes are on disk after a close, but the capacity is {found.capacity}",
+            )
         ledger.settle(found.there.items())
 
     def _end_life(self) -> None:
@@ -234,9 +237,13 @@ class Kills:
         (old, readable, least, disk), (fresh, _, _, _) = told
         self.counts["directories filled"] += 1
         if not (old == readable and old >= least and disk <= 2 * self._base):
-            self.faults.append(f"{old} pages taken, {readable} readable, {least} budget, {disk} on disk")
+            self.faults.append(
+                f"{old} pages accepted, {readable} readable, space for {least} in the budget, {disk} bytes on disk"
+            )
         if old < fresh * (1.0 if self._kind == "extents" else 0.97):
-            self.faults.append(f"{old} pages fit after the turns, {fresh} in a new directory: {self._kind}")
+            self.faults.append(
+                f"{old} pages fit after the turns, but {fresh} fit into a new directory ({self._kind})"
+            )
         shutil.rmtree(new)
         if not self.faults:
             shutil.rmtree(self._home)

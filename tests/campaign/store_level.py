@@ -124,7 +124,9 @@ def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dic
     with heard_warnings() as warnings:
         store = _open(turn, turn.capacity)
     if before or any(turn.home.glob("*.damaged-*")):
-        faults.append(f"set aside {'by the victim' if before else 'after it'}: {warnings}")
+        faults.append(
+            f"the directory was set aside {'by the victim' if before else 'after the kill'}: {warnings}"
+        )
     own = spec(turn.subject)
     there, pages = {}, 0
     for number in range(SPACE):
@@ -158,11 +160,11 @@ def _read_back(store: TierStore, own: PageSpec, number: int, may: set[int | None
         faults.append(f"wrong bytes in sequence {number}")
         return 0
     if served != matched:
-        faults.append(f"sequence {number}: {matched} pages match and {served} are served")
+        faults.append(f"sequence {number}: {matched} pages match, but {served} are served")
     if matched and may == {None}:
-        faults.append(f"sequence {number} is evicted, and {matched} pages of it are there")
+        faults.append(f"sequence {number} was evicted, but {matched} of its pages match")
     if matched < len(keys) and None not in may:
-        faults.append(f"sequence {number} is lost but for {matched} of {len(keys)} pages")
+        faults.append(f"only {matched} of {len(keys)} pages of sequence {number} match")
     return served
 
 

@@ -97,7 +97,7 @@ def prepare(say: Say, ordeal: Ordeal) -> None:
     for version in range(1, 14):
         numbers = chance.sample(range(ordeal.subject.space), ordeal.subject.space // 6)
         if not rig.ack(rig.submit(numbers, version)).ok:
-            raise AssertionError("there is no room for what is to be damaged")
+            raise AssertionError("the capacity is too small for the pages to be damaged")
         there |= dict.fromkeys(numbers, version)
         for number in numbers:
             history.setdefault(number, []).append(version)
@@ -105,7 +105,7 @@ def prepare(say: Say, ordeal: Ordeal) -> None:
             rig.erase([number])
             del there[number]
     if not rig.tier.sync(PATIENCE_S):
-        raise AssertionError("a sync that is false")
+        raise AssertionError("sync returned False")
     rig.close()
     say(json.dumps({"there": there, "history": history, "records": _places(ordeal, there)}))
 
@@ -219,7 +219,7 @@ class _Survivor:
             self._want |= {number: set() for number in gone}
         else:
             self.later["syncs failed"] += 1
-            self.faults.append("a sync that is false")
+            self.faults.append("sync returned False")
         self._read_later("after writes")
 
     def reopen(self) -> None:
@@ -236,7 +236,9 @@ class _Survivor:
         numbers = [*range(2 * NEW, 2 * NEW + 40)]
         ack = self._rig.ack(self._rig.submit(numbers, 99))
         if not self._rig.tier.sync(PATIENCE_S) or not ack.ok:
-            self.faults.append("after a reopen, records cannot be erased or new ones not be written")
+            self.faults.append(
+                "after a reopen, records could not be erased, or new ones could not be written"
+            )
         self._want |= {number: set() for number in self._want} | {number: {99} for number in numbers}
         self._new = numbers
         self._read_later("after the last erase")
@@ -260,7 +262,7 @@ class _Survivor:
         if is_one_of(self._ordeal.history.get(number, [])):
             self.older += 1
         else:
-            self.faults.append(f"wrong bytes of page {number}")
+            self.faults.append(f"page {number} has wrong bytes")
 
 
 def _trust(head: np.typing.NDArray[np.uint8] | bytes, *_: object, **__: object) -> record_format.Head:

@@ -101,7 +101,7 @@ class _Victim:
         lost = {index for index, _ in ack.failures}
         for index, number in enumerate(numbers):
             if index not in lost and not self._is(out[index], number):
-                self._say(f"fault wrong bytes of page {number} in the running tier")
+                self._say(f"fault page {number} has wrong bytes in the running tier")
 
     def _is(self, got: np.typing.NDArray[np.uint8], number: int) -> bool:
         return self._turn.plant == "stale" or np.array_equal(
@@ -112,7 +112,7 @@ class _Victim:
         named = self._named
         if self._turn.plant != "early":
             if not self._rig.tier.sync(PATIENCE_S):
-                self._say("fault a sync that is false")
+                self._say("fault sync returned False")
                 return
             while self._in_flight:
                 self._settle()
@@ -131,7 +131,7 @@ class _Victim:
             if self._version.get(numbers[index]) == version:
                 del self._version[numbers[index]], self._takes[numbers[index]]
             if failure is not Failure.NO_SPACE:
-                self._say(f"fault a write that fails with {failure.value}")
+                self._say(f"fault a write failed with {failure.value}")
         if failed:
             self._say(" ".join(["failed", str(version), *(str(numbers[index]) for index in failed)]))
 
@@ -149,15 +149,19 @@ def look(say: Say, turn: Turn, allowed: dict[int, set[int | None]], history: dic
     with heard_warnings() as warnings:
         rig = turn.subject.open(turn.home, turn.capacity, turn.payload)
     if before or any(turn.home.glob("*.damaged-*")):
-        faults.append(f"set aside {'by the victim' if before else 'after it'}: {warnings}")
+        faults.append(
+            f"the directory was set aside {'by the victim' if before else 'after the kill'}: {warnings}"
+        )
     listed = list(rig.tier.records())
     faults += _listing_faults(turn.subject, listed, rig.tier.budget_nbytes)
     if not rig.tier.sync(PATIENCE_S):  # erases the records that exceed the budget
-        faults.append("a sync that is false")
+        faults.append("sync returned False")
     there = _read_back(rig, turn.subject, allowed, history, faults)
     differs = {key(number) for number in there} ^ {found for found, _, _ in listed}
     if differs:
-        faults.append(f"{len(differs)} pages are listed and not there, or there and not listed")
+        faults.append(
+            f"{len(differs)} pages are listed but cannot be read, or can be read but are not listed"
+        )
     rig.close()
     found = Look(
         there=there,
@@ -193,7 +197,7 @@ def _read_back(
             elif failure is not Failure.NOT_FOUND:
                 faults.append(f"page {number} cannot be read: {failure.value}")
             elif None not in may:
-                faults.append(f"page {number} is lost; it must be of version {sorted(map(str, may))}")
+                faults.append(f"page {number} is lost; its version must be one of {sorted(map(str, may))}")
     return there
 
 
@@ -206,11 +210,11 @@ def _listing_faults(
         if found not in parents:
             faults.append(f"a key is listed that was never written: {found.hex()}")
         elif parents[found] != parent:
-            faults.append(f"another parent is listed of {found.hex()}")
+            faults.append(f"the listed parent of {found.hex()} is wrong")
     if len({found for found, _, _ in listed}) != len(listed):
         faults.append("a key is listed twice")
     if (total := sum(nbytes for _, _, nbytes in listed)) > budget:
-        faults.append(f"records of {total} bytes in a budget of {budget}")
+        faults.append(f"the records take {total} bytes, but the budget is {budget}")
     return faults
 
 
@@ -227,8 +231,8 @@ def _version(
         if np.array_equal(got, subject.page(number, version)):
             return version
     old = [version for version in sorted(history) if np.array_equal(got, subject.page(number, version))]
-    what = f"version {old[0]} is there" if old else "no version of it has these bytes"
-    faults.append(f"wrong bytes of page {number}: {what}, allowed {sorted(map(str, may))}")
+    what = f"they are those of version {old[0]}" if old else "no version has these bytes"
+    faults.append(f"page {number} has wrong bytes: {what}, allowed {sorted(map(str, may))}")
     return None
 
 
@@ -241,7 +245,7 @@ def fill(say: Say, subject: Subject, home: Path, capacity: int, payload: str) ->
     rig = subject.open(home, capacity, payload)
     rig.tier.submit_erase([found for found, _, _ in rig.tier.records()])
     if not rig.tier.sync(PATIENCE_S):
-        raise AssertionError("a sync that is false")
+        raise AssertionError("sync returned False")
     numbers: list[int] = []
     while rig.ack(rig.submit([4 * (10_000 + len(numbers))], 0)).ok:
         numbers.append(4 * (10_000 + len(numbers)))

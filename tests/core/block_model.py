@@ -106,7 +106,7 @@ class BlockModel:
     def freed(self, slots: Iterable[int]) -> None:
         """Return to the store the slots that a table freed."""
         for slot in slots:
-            assert slot in self.owned, "freed twice, or not the table's"
+            assert slot in self.owned, "a slot was freed twice, or did not belong to the table"
             self.owned.remove(slot)
             self.put_back(slot)
 
@@ -124,7 +124,7 @@ class BlockModel:
             self.memory[copy.dst] = list(self.memory[copy.src])
         for position in range(first, stop):
             slot, offset = row.table.place(position)
-            assert self.writable(slot), "written into a page that others read"
+            assert self.writable(slot), "a page that others read was overwritten"
             self.memory[slot][offset] = next(self.values)
             row.tokens[position : position + 1] = [self.memory[slot][offset]]
         row.table.advance(len(row.tokens))
@@ -213,14 +213,16 @@ class BlockModel:
 
     def check_slots(self) -> None:
         pointing = self.pointing()
-        assert not pointing.keys() & set(self.free), "free and in use"
-        assert pointing.keys() <= self.owned | self.sealed.keys(), "pointed at, and nobody's"
-        assert self.owned <= pointing.keys(), "owned by a family, and no table knows it"
+        assert not pointing.keys() & set(self.free), "a slot is free although a table refers to it"
+        assert pointing.keys() <= self.owned | self.sealed.keys(), (
+            "a table refers to a slot that has no owner and no sealed page"
+        )
+        assert self.owned <= pointing.keys(), "a family owns a slot to which no table refers"
         assert not self.owned & self.sealed.keys()
         assert sorted([*self.free, *self.owned, *self.sealed]) == list(range(NUM_SLOTS))
         assert sum(map(len, self.families)) == len(self.owned)
         for slot, content in self.sealed.items():
-            assert tuple(self.memory[slot]) == content, "a sealed page was written"
+            assert tuple(self.memory[slot]) == content, "a sealed page was overwritten"
 
 
 def sequence_in(slots: Sequence[int], model: BlockModel) -> list[int]:

@@ -75,7 +75,7 @@ class Bench:
         self.payloads.fill_(FILL)
         flags = self._call(self.coder.encode)
         rows = self.payloads.cpu().numpy().reshape(-1, self.stride)
-        assert (rows[:, self.nbytes :] == FILL).all(), "written past a payload"
+        assert (rows[:, self.nbytes :] == FILL).all(), "a kernel wrote beyond the end of a payload"
         return [row[: self.nbytes].copy() for row in rows], flags
 
     def decode(self, payloads: Sequence[Bytes]) -> tuple[list[Bytes], list[int]]:

@@ -58,7 +58,7 @@ class ManualEvent:
         return self.happened == self.recorded
 
     def synchronize(self) -> None:
-        raise AssertionError("the engine never waits for the device")
+        raise AssertionError("the engine must not wait for the device")
 
     def elapsed_time(self, end: TimedEvent) -> float:
         assert self.query()
@@ -112,7 +112,7 @@ class ByAddress(WholePages):
         for dst, src in pairs:
             stream.work.append(lambda dst=dst, src=src: ctypes.memmove(dst, src, nbytes))
             if self.refuse:
-                raise RuntimeError("no more room in the queue")
+                raise RuntimeError("the queue is full")
 
     def _at(self, slot: np.int64) -> int:
         return self._pool.view(int(slot)).ctypes.data
@@ -175,4 +175,4 @@ class Rig:
         """
         deadline = monotonic() + PATIENCE_S
         while len(self.route.groups) < launches or self.engine._lanes[Tier.HBM].launching:
-            assert monotonic() < deadline, f"only {self.route.groups} were launched"
+            assert monotonic() < deadline, f"only these layer groups were launched: {self.route.groups}"

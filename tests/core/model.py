@@ -134,10 +134,10 @@ class ResidencyModel:
             return None
         if src is None or src < dst:
             gone = readable[dst] - set(self.ready[dst])
-            assert not (cut_off and gone), "an unreachable page took a place"
+            assert not (cut_off and gone), "a page was evicted to make space for an unreachable page"
         if first:
             assert parent is None or self._held(parent) or parent not in readable[dst], (
-                "it took its parent's place"
+                "the parent was evicted to make space for its child"
             )
             if parent is not None:
                 self.parents[key] = parent
@@ -195,7 +195,7 @@ class ResidencyModel:
         """End a flight. The source is unpinned first, as when an ack is applied."""
         source_live = flight.src is not None and self.ready[flight.src].get(flight.key) == flight.src_slot
         arrived = self.hardware.run(flight, well=well) and well
-        assert arrived or not well or not source_live, "the bytes of a pinned source went away"
+        assert arrived or not well or not source_live, "a pinned source lost its bytes"
         self.flights.remove(flight)
         key, dst, slot = flight.key, flight.dst, flight.dst_slot
         if flight.src is not None:
@@ -319,7 +319,7 @@ class ResidencyModel:
         try:
             slot = act()
         except CapacityError:
-            assert self._everything() == before, "CapacityError changed something"
+            assert self._everything() == before, "a call that raised CapacityError changed something"
             return None
         pins = self._pins()
         unreachable = {key for key in KEYS if self._cut_off(key)}
@@ -329,22 +329,22 @@ class ResidencyModel:
             assert cut_off is (key in unreachable)
             if not cut_off:
                 first = {k for k, slot in self.ready[tier].items() if not pins[tier, slot]} & unreachable
-                assert not first, "a page that can be reached left before one that cannot"
+                assert not first, "a reachable page was evicted before an unreachable one"
             assert memory_only is (key in self.confined)
             assert refused is (key in self.declined)
             assert not pins[tier, self.ready[tier][key]], "a pinned copy was dropped"
             self._left(key, tier, last=last)
             if last and not cut_off:
                 lowest = Tier.HOST if memory_only else self.records[-1]
-                assert tier is lowest, "a page was dropped that could have been saved below"
-                assert key not in self.parents.values(), "a page left before a child with a copy"
+                assert tier is lowest, "a page was dropped that could have been saved to a lower tier"
+                assert key not in self.parents.values(), "a page was evicted before its child"
         return slot
 
     def _refused(self, act: Callable[[], object]) -> None:
         before = self._everything()
         with pytest.raises(LeaseError):
             act()
-        assert self._everything() == before, "LeaseError changed something"
+        assert self._everything() == before, "a call that raised LeaseError changed something"
 
     def _scribble(self, tier: Tier, slot: int) -> None:
         """Assert that a slot that was just handed out is not in use, and overwrite it as its new owner would."""

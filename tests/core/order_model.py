@@ -91,9 +91,9 @@ def run(tier: Tier, steps: list[tuple[str, str]]) -> None:
             }
             act.get(step, tier.hit)(name)
         ranks = tier.ranks
-        assert len(set(ranks.values())) == len(ranks), "two pages have one rank"
+        assert len(set(ranks.values())) == len(ranks), "two pages have the same rank"
         bands = [tier.bands[name] for name in sorted(ranks, key=ranks.__getitem__)]
-        assert bands == sorted(bands), "unreachable pages go first, then unwanted ones, retained ones last"
+        assert bands == sorted(bands), "the order must be: unreachable, unwanted, ordinary, retained"
         assert all((ranks[name] < 0) == (tier.bands[name] < 0) for name in ranks)
         assert all(ranked_unreachable(ranks[name]) == (tier.bands[name] == -2) for name in ranks)
 

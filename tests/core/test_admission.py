@@ -68,7 +68,7 @@ def test_second_hit_admits_a_page_put_twice_while_remembered() -> None:
     asked, keys = Asked("second_hit", remembered=3), chain(4)
     assert [asked.put(key) for key in keys] == [False] * 4
     assert asked.put(keys[1])
-    assert not asked.put(keys[0]), "four are one more than it remembers"
+    assert not asked.put(keys[0]), "the history remembers only three of the four pages"
 
 
 def test_second_hit_admits_a_page_that_is_hit() -> None:
@@ -150,7 +150,7 @@ def test_runs_of_a_partly_written_kind_are_written_whole_or_skipped() -> None:
     asked.pay(8)
     found = [tuple(asked.put_all(chain(8, str(i)))) for i in range(400)]
     whole = [run for run in found if len(set(run)) == 1]
-    assert len(whole) > 350, "but where the share just moves"
+    assert len(whole) > 350, "only few runs may be written in part"
     assert 100 < sum(run[0] for run in whole) < 250
 
 
@@ -191,7 +191,7 @@ def test_cost_writes_nothing_more_while_memory_serves_all_requests() -> None:
             asked.put(key)
         for key in keys:
             asked.hit(key, below=False)
-    assert asked.writes < 2 * 64, "what came before anything was known"
+    assert asked.writes < 2 * 64, "only writes before the first read from disk are expected"
 
 
 def test_a_forgotten_page_is_admitted_when_it_is_hit() -> None:
@@ -240,7 +240,9 @@ def test_history_records_how_runs_began_and_their_length() -> None:
     assert run(put("another way", 1, chat[2])[0]) == (0, True, 1, 1)
     for i in range(14):
         put(f"way{i}", 1, chat[2])
-    assert run(put("the last way", 1, chat[2])[0]) == (0, False, 1, 1), "sixteen follow: a shared beginning"
+    assert run(put("the last way", 1, chat[2])[0]) == (0, False, 1, 1), (
+        "a page that 16 chats share does not count as a branch"
+    )
     lots = [record.lot for key in chat + more if (record := history.get(key)) is not None]
     assert len(set(lots[:3])) == len(set(lots[3:])) == 1
     assert lots[0] != lots[3]

@@ -110,7 +110,7 @@ def test_refused_copy_fails_only_after_its_last_write(rig: Rig) -> None:
     rig.route.refuse = True
     rig.move(1, Tier.HBM, (0, 3), (1, 4))
     rig.route.refuse = False
-    assert rig.engine.poll() == [], "its first page is still to be written"
+    assert rig.engine.poll() == [], "the copy of the first page is still queued"
     rig.up.run()
     failures = ((0, Failure.IO_ERROR), (1, Failure.IO_ERROR))
     assert rig.engine.poll() == [Ack(1, False, 0, 0, 0.0, failures)]
@@ -183,7 +183,7 @@ def test_close_fails_unlaunched_copies_and_waits_for_launched_ones(rig: Rig) -> 
     rig.arena.locked, rig.arena.more = 2, True
     rig.move(1, Tier.HBM, (0, 0))
     rig.move(2, Tier.HBM, (1, 5))
-    assert not rig.engine.close(0.0), "the first copy has not ended"
+    assert not rig.engine.close(0.0), "the first copy has not finished"
     rig.move(3, Tier.HBM, (2, 1))
     rig.up.run()
     assert rig.engine.close(PATIENCE_S)
@@ -197,7 +197,7 @@ def test_copies_in_flight_keep_the_memory_of_a_dropped_engine() -> None:
     rig.move(1, Tier.HBM, (0, 0))
     assert not rig.engine.close(0.0)
     assert isinstance(rig.engine._unpinned, CpuCopyEngine)
-    assert rig.engine._unpinned.close(PATIENCE_S), "its threads would keep the memory"
+    assert rig.engine._unpinned.close(PATIENCE_S), "its threads would keep a reference to the memory"
     arena, engine, stream = ref(rig.arena), ref(rig.engine), rig.up
     del rig
     gc.collect()

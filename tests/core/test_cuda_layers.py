@@ -48,15 +48,15 @@ def test_a_layer_can_be_read_while_later_ones_are_in_flight(pace: Pace) -> None:
     while not first.event.query():
         rig.up.work.popleft()()
     assert [layer(rig, slot, 0) for slot in (0, 5)] == [23, 21]
-    assert [layer(rig, slot, 3) for slot in (0, 5)] == [10, 15], "not moved yet"
+    assert [layer(rig, slot, 3) for slot in (0, 5)] == [10, 15], "the last layer has not been copied yet"
     assert not last.event.query()
-    assert rig.engine.poll() == [], "the transfer is acknowledged whole"
+    assert rig.engine.poll() == [], "a transfer is acknowledged only as a whole"
     assert rig.engine.arriving((0, 5), 0).event is None
     rig.up.run()
     assert last.event.query()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
     assert [layer(rig, slot, 3) for slot in (0, 5)] == [23, 21]
-    assert not rig.engine.arriving((0, 5), 0).submitted, "it no longer knows of them"
+    assert not rig.engine.arriving((0, 5), 0).submitted, "the engine has forgotten the acknowledged slots"
     assert rig.engine.close(PATIENCE_S)
 
 
@@ -64,11 +64,13 @@ def test_first_group_of_later_pages_precedes_next_group_of_earlier_pages() -> No
     rig = Rig(layers=4, pace=Pace(whole=0, ahead=1, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     rig.move(2, Tier.HBM, (1, 1))
-    assert rig.route.groups == [(0, 1)], "the link has enough to do"
+    assert rig.route.groups == [(0, 1)], "the link already has as much work as ``ahead`` allows"
     assert not rig.engine.arriving((0, 1), 0).submitted
     rig.up.run()
     assert rig.engine.poll() == []
-    assert rig.engine.arriving((0, 1), 0).submitted, "the first group of both, before the second of any"
+    assert rig.engine.arriving((0, 1), 0).submitted, (
+        "the first group of both transfers comes before the second group of either"
+    )
     assert not rig.engine.arriving((0,), 1).submitted
     acks: list[Ack] = []
     for _ in range(4):
@@ -115,10 +117,12 @@ def test_less_is_launched_ahead_while_new_pages_would_go_first() -> None:
     rig = Rig(layers=4, pace=Pace(whole=0, at_once=9, ahead=2 * PAGE, behind=0))
     rig.move(1, Tier.HBM, (0, 0))
     assert rig.engine.poll() == []
-    assert rig.route.groups == [(0, 1), (1, 1)], "half a page is on its way"
+    assert rig.route.groups == [(0, 1), (1, 1)], "half a page is in flight"
     rig.up.run()
     assert rig.engine.poll() == []
-    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3], "from its half on nothing goes before it"
+    assert [group for group, _ in rig.route.groups] == [0, 1, 2, 3], (
+        "once half of the groups are launched, no later transfer goes first"
+    )
     rig.up.run()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
     assert rig.engine.close(PATIENCE_S)
@@ -142,7 +146,7 @@ def test_pieces_launched_per_call_are_bounded() -> None:
     rig.move(1, Tier.HBM, (0, 0), (1, 1))
     assert rig.route.groups == [(0, 2)]
     assert rig.engine.poll() == []
-    assert rig.route.groups == [(0, 2), (1, 2), (2, 2)], "with one more it would be six pages"
+    assert rig.route.groups == [(0, 2), (1, 2), (2, 2)], "one more group would exceed the limit"
     assert rig.engine.poll() == []
     rig.up.run()
     assert [ack.ok for ack in rig.engine.poll()] == [True]
@@ -153,7 +157,7 @@ def test_thread_launches_when_calls_do_not_keep_the_link_busy(monkeypatch: pytes
     monkeypatch.setattr(cuda_copy_engine, "_ALONE_S", inf)
     rig = Rig(layers=4, pace=Pace(whole=0, behind=4 * PAGE))
     rig.move(1, Tier.HBM, (0, 0))
-    assert len(rig.route.groups) == 1, "pages came just now, so more are likely to"
+    assert len(rig.route.groups) == 1, "pages were added just now, so more are expected"
     monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig.wait_launched(4)
     rig.up.run()
@@ -244,14 +248,14 @@ def test_refused_group_fails_its_transfer_after_its_last_write() -> None:
     rig.wait_launched(1)
     rig.route.refuse = True
     rig.up.run()
-    assert rig.engine.poll() == [], "a page of the second group is still to be written"
+    assert rig.engine.poll() == [], "the copy of a page of the second group is still queued"
     rig.route.refuse = False
     assert not rig.engine.arriving((0, 1), 1).submitted
     assert rig.engine.poll() == []
     rig.up.run()
     failures = ((0, Failure.IO_ERROR), (1, Failure.IO_ERROR))
     assert rig.wait() == [Ack(1, False, 0, 0, 0.0, failures)]
-    assert [group for group, _ in rig.route.groups] == [0, 1], "the others were not tried"
+    assert [group for group, _ in rig.route.groups] == [0, 1], "the other groups were not launched"
     assert rig.engine.close(PATIENCE_S)
 
 
@@ -260,7 +264,7 @@ def test_close_drops_pending_groups_and_waits_for_those_in_flight() -> None:
     rig.move(1, Tier.HBM, (0, 3))
     rig.wait_launched(1)
     rig.move(2, Tier.HBM, (1, 4))
-    assert not rig.engine.close(0.0), "the first group has not ended"
+    assert not rig.engine.close(0.0), "the first group has not finished"
     assert {ack.transfer_id for ack in rig.engine.poll()} == {2}
     rig.up.run()
     assert rig.engine.close(PATIENCE_S)
@@ -274,7 +278,7 @@ def test_close_ends_transfers_with_landed_and_pending_groups() -> None:
     rig.move(2, Tier.HBM, (1, 1))
     rig.up.run()
     assert rig.engine.poll() == []
-    assert rig.route.groups == [(0, 1), (0, 1)], "of the first nothing is on its way now"
+    assert rig.route.groups == [(0, 1), (0, 1)], "no copy of the first transfer is in flight now"
     assert not rig.engine.close(0.0)
     rig.up.run()
     assert rig.engine.close(PATIENCE_S)
@@ -294,7 +298,7 @@ def test_a_launch_waits_for_more_of_its_group_while_the_link_has_enough_to_do(
     assert rig.route.groups == []
     monkeypatch.setattr(copy_queue, "_JUST_NOW_S", 0.0)
     rig.engine.poll()
-    assert rig.route.groups == [(0, 1)], "nothing came lately: there is nothing to wait for"
+    assert rig.route.groups == [(0, 1)], "no pages were added lately, so the launch must not wait"
     lane.nbytes -= 2 * PAGE
     while len(rig.route.groups) < 4:
         rig.engine.poll()

@@ -83,7 +83,9 @@ class World:
             dst, pairs = self.moving.pop(ack.transfer_id)
             assert ack.ok
             assert ack.num_ready == len(pairs)
-            assert self.order[dst].pop(0) == ack.transfer_id, "transfers of a direction end in order"
+            assert self.order[dst].pop(0) == ack.transfer_id, (
+                "transfers of one direction must be acknowledged in order"
+            )
             for there, here in pairs:
                 if dst == Tier.HBM:
                     self.there[there] = self.here[here]
@@ -111,12 +113,12 @@ class World:
                 if number in self.moving:
                     self.require(layer, pairs)
             else:
-                assert number in self.moving, "an event that had happened has not"
+                assert number in self.moving, "an event that had completed is pending again"
 
     def require(self, layer: int, pairs: list[tuple[int, int]]) -> None:
         for there, here in pairs:
             row = self.rig.pool.view(there).reshape(SPEC.num_layers, -1)[layer]
-            assert set(row) == {self.here[here]}, "a layer is said to be there before its bytes are"
+            assert set(row) == {self.here[here]}, "a layer is reported as arrived before its bytes are there"
 
     def finish(self) -> None:
         for _ in range(200):

@@ -92,7 +92,7 @@ class Machine:
         while waiting := [stream for stream in self.streams if stream.work]:
             self.chance.shuffle(waiting)
             ran = next((stream for stream in waiting if stream.work[0]()), None)
-            assert ran is not None, "streams wait for each other"
+            assert ran is not None, "deadlock: every stream waits for another"
             ran.work.popleft()
 
     def _code(self, share: Any, *, back: bool) -> None:

@@ -75,13 +75,13 @@ def test_layer_is_ready_once_written_into_all_slots(rig: Rig) -> None:
     assert rig.loads.arriving((0, 1), 0).submitted
     assert rig.loads.arriving((0, 1), 0).event is None
     assert not rig.loads.arriving((0, 1), 1).submitted
-    assert not rig.loads.arriving((0, 3), 0).submitted, "nobody loads slot 3"
+    assert not rig.loads.arriving((0, 3), 0).submitted, "no transfer loads slot 3"
     rows = rig.pool.view(1).reshape(4, -1)
     assert [int(row[0]) for row in rows] == [21, 11, 11, 11]
     rig.let(6)
     ack = rig.ack()
     assert (ack.ok, ack.num_ready, ack.nbytes) == (True, 2, 2 * SPEC.page_nbytes)
-    assert not rig.loads.arriving((0, 1), 0).submitted, "it has ended"
+    assert not rig.loads.arriving((0, 1), 0).submitted, "the transfer has ended"
     assert rig.pool.view(1).min() == 21
     assert rig.loads.close(PATIENCE_S)
 

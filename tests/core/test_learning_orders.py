@@ -43,7 +43,7 @@ def test_ghost_cache_counts_hits_up_to_the_first_missing_page() -> None:
         ghost.ask(keys[page], value, 1)
     for value, page in enumerate(range(4), 3):
         ghost.ask(keys[page], value, 2)
-    assert ghost.hits == 2, "the fourth is there, the third is not"
+    assert ghost.hits == 2, "the ghost cache has the fourth page, but not the third"
 
 
 def test_ghost_cache_memory_is_bounded() -> None:
@@ -186,4 +186,6 @@ def test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise() -> None
         ask(history, chain(1, f"old{i}")[0])
         ask(history, chain(1, f"old{max(0, i - 10)}")[0])
     assert not adaptive.rivals.follow_session
-    assert adaptive.enter(regular) < adaptive.enter(passing), "the one asked about last"
+    assert adaptive.enter(regular) < adaptive.enter(passing), (
+        "the page requested last must have the higher rank"
+    )

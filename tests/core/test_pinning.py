@@ -139,7 +139,7 @@ def test_arena_reports_how_much_memory_is_not_pinned() -> None:
     assert (found["pin_nbytes"], found["pinned_nbytes"]) == (arena.nbytes, 0)
     assert (found["unpinned_nbytes"], found["refused"]) == (arena.nbytes, "no more")
     arena.close()
-    assert arena.unpinned_nbytes() == 0, "a closed arena asks for nothing"
+    assert arena.unpinned_nbytes() == 0, "a closed arena has no memory left to pin"
 
 
 def test_pinned_slots_are_locked_at_every_moment() -> None:

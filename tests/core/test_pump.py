@@ -259,7 +259,7 @@ def test_signal_handler_taking_the_lock_does_not_deadlock_or_see_partial_changes
         change.require_whole_or_ended()
         change.begin_again()
     assert set(seen) == {(0, 0), (1, 1)}
-    assert len(seen) < met, "it was refused in the middle of the change"
+    assert len(seen) < met, "no call was refused in the middle of the change"
 
 
 def test_signal_handler_takes_the_lock_though_its_thread_is_next_in_line() -> None:

@@ -55,11 +55,13 @@ class ExactnessMachine(RuleBasedStateMachine):
             fastest = self.residency.where(key)
             if fastest is None:
                 assert self.lossy is None or not self.residency.exactness.exact(key), (
-                    "what is not there is exact"
+                    "a page without a copy counts as exact"
                 )
             elif self.residency.exactness.exact(key):
                 slot = self.residency.tables[fastest].copies[key].slot
-                assert self.truth[fastest, slot], "a page that is not what was put counts as exact"
+                assert self.truth[fastest, slot], (
+                    "a page that differs from the page that was put counts as exact"
+                )
         if self.lossy is None:
             assert all(self.residency.exactness.exact(key) for key in KEYS if self.residency.where(key))
 
@@ -85,7 +87,7 @@ class ExactnessMachine(RuleBasedStateMachine):
         self.residency.adopt(key, Tier.HBM, slot, parent)
         self.truth[Tier.HBM, slot] = exact
         if exact and not stale:
-            assert self.residency.exactness.exact(key), "what was put just now is not exact"
+            assert self.residency.exactness.exact(key), "a page that was put just now does not count as exact"
         self.check()
 
     @rule(which=which)

@@ -69,7 +69,7 @@ def test_a_clock_that_jumps_gives_no_negative_costs() -> None:
     odd = measured(["dma"], lambda way, direction, nbytes, pieces: 1e-3 if pieces == 8 else 5e-4)
     assert odd.seconds("dma", "down", 4096, 1) > 0
     assert odd.seconds("dma", "down", 4096, 9) > odd.seconds("dma", "down", 4096, 1)
-    assert odd.seconds("kernel", "down", 4096, 1) == inf, "it was not measured"
+    assert odd.seconds("kernel", "down", 4096, 1) == inf, "the kernel was not measured"
 
 
 def test_rates_are_shown_in_gigabytes_a_second() -> None:
@@ -196,7 +196,7 @@ def test_loads_end_on_one_stream_whichever_route_they_take(monkeypatch: pytest.M
     choice = FastestRoute(options, RATES, slab.loads_end_on)
     choice.load(slots(32), slots(32), STREAM)
     assert slab.calls
-    assert not side.waits, "it ends there by itself"
+    assert not side.waits, "the load already ends on that stream"
     choice.load(slots(1), slots(1), STREAM)
     choice.load_group(2, slots(3), slots(3), STREAM)
     assert straight.calls == ["load 1 on the lane's", "group 2 of 3"]
@@ -204,7 +204,7 @@ def test_loads_end_on_one_stream_whichever_route_they_take(monkeypatch: pytest.M
     [first, second] = side.waits
     assert isinstance(first, Joint)
     assert first is second
-    assert first.on == [STREAM, STREAM], "recorded before each wait"
+    assert first.on == [STREAM, STREAM], "the event must be recorded before each wait"
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

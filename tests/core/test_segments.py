@@ -111,7 +111,7 @@ def test_equal_pieces_are_the_same_bytes(make: type[Engine]) -> None:
     assert segments is not None
     equal = in_equal_pieces(segments)
     if segments.smallest < 64:
-        assert equal is None, "too small for a kernel"
+        assert equal is None, "the pieces are too small for the kernel"
         return
     assert equal is not None
     for slot, key in enumerate(chain(SLOTS)):

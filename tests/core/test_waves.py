@@ -46,14 +46,14 @@ def run(waves_module: ModuleType, groups: int, most: int, script: Script) -> Non
         assert jobs == sorted(set(jobs))
         assert len(jobs) == 1 or sum(sizes[job] for job in jobs) <= most
         for job in jobs:
-            assert got[job] == group, "each job gets its groups in order, each once"
+            assert got[job] == group, "each job must get its groups in order, and each group once"
             got[job] += 1
         furthest = max(furthest, group + 1)
-        assert next_wave.isdisjoint(jobs), "a job that came late overtakes those before it"
+        assert next_wave.isdisjoint(jobs), "a job of the next wave overtakes earlier jobs"
         behind = [job for job in left if got[job] < group and job not in next_wave]
-        assert not behind, "a group is taken while a job of the wave has not had the one before"
+        assert not behind, "a group is taken before every job of the wave has had the previous group"
         ended += [job for job in jobs if got[job] == groups]
-    assert ended == list(range(len(sizes))), "jobs end in the order in which they came"
+    assert ended == list(range(len(sizes))), "jobs must end in the order in which they were added"
 
 
 @given(st.integers(1, 6), st.integers(1, 9), scripts)

@@ -20,7 +20,7 @@ def unshare() -> None:
     """
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:
-        raise OSError(ctypes.get_errno(), "no namespaces for users and mounts")
+        raise OSError(ctypes.get_errno(), "user and mount namespaces are not available")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")

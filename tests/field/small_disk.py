@@ -71,7 +71,7 @@ def main() -> None:
             assert read(store, keys) == 4
             store.flush()
             number += 1
-            assert monotonic() < deadline, "the disk is never full"
+            assert monotonic() < deadline, "the disk did not become full in time"
         for number in range(30):
             keys = chain(4, f"full{number}")
             write(store, keys)
@@ -82,7 +82,7 @@ def main() -> None:
         assert len(told) == 1, warnings.said
         (home / "others").unlink()
         while state(store) != "ok":
-            assert monotonic() < deadline, "it does not recover"
+            assert monotonic() < deadline, "the tier did not recover in time"
             sleep(0.02)
         write(store, after)
         while not all(where(store, key).get(Tier.NVME) == "ready" for key in after):
@@ -114,7 +114,7 @@ def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], war
         (home / "others").unlink()
         deadline = monotonic() + PATIENCE_S
         while state(store) != "ok":
-            assert monotonic() < deadline, "it does not recover"
+            assert monotonic() < deadline, "the tier did not recover in time"
             sleep(0.02)
         write(store, chain(4, "later"))
         store.flush()
@@ -138,7 +138,7 @@ def open_a_full_disk(home: Path, config: StoreConfig, before: list[PageKey], war
     except ConfigError:
         pass
     else:
-        raise AssertionError("a new directory has no room")
+        raise AssertionError("a new directory was not refused although the disk has too little space")
     purge(home / "store", "all")
     assert list(home.glob("store/*-0")) == []
     (home / "others").unlink()

@@ -289,7 +289,7 @@ def test_requests_that_together_exceed_hbm_all_end(tmp_path: Path) -> None:
     ended: list[str] = []
     deadline = monotonic() + PATIENCE_S
     while waiting:
-        assert monotonic() < deadline, f"ended: {ended}"
+        assert monotonic() < deadline, f"only these requests have ended: {ended}"
         request = waiting.popleft()
         if _step(store, request):
             ended.append(request.name)

@@ -24,7 +24,7 @@ from tierstore.types import Tier
 from tierstore.page import PageSpec
 
 def resident():
-    # Not of files: what is mapped of those comes and goes with what other programs need
+    # without file mappings, whose resident part depends on what other programs need
     lines = Path("/proc/self/status").read_text().splitlines()
     own = ("RssAnon:", "RssShmem:", "VmSwap:")
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))
@@ -103,9 +103,11 @@ def test_five_pools_of_odd_sizes_allocate_what_stats_report(
     assert isinstance(grown, int)
     assert isinstance(sizes, list)
     told = sum(allocated for store in sizes for _, allocated in store.values())
-    assert asked - 10 * 2 * 65536 <= told <= asked, "capacity is rounded down to whole pages"
+    assert asked - 10 * 2 * 65536 <= told <= asked, (
+        "the allocated size must be the capacity rounded down to whole pages"
+    )
     assert 0.98 * told <= grown <= 1.05 * asked + (16 << 20), (
-        "the rest is Python's own tables and stacks of threads"
+        "only Python's tables and thread stacks may add to the allocated size"
     )
 
 
@@ -117,7 +119,7 @@ def test_opening_a_store_of_most_of_the_memory_touches_none_of_it(
     assert isinstance(asked, int)
     assert isinstance(opened, int)
     assert isinstance(first_put, int)
-    assert asked > 1 << 28, "too little memory here for this test to tell anything"
+    assert asked > 1 << 28, "this machine has too little memory for this test"
     assert opened < asked // 50
     assert first_put < asked // 50
 

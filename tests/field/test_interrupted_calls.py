@@ -210,4 +210,4 @@ def test_a_close_that_was_interrupted_in_any_wait_for_a_thread_can_be_called_aga
         return next(waits) > at + 1
 
     met = list(itertools.takewhile(interrupted_at, itertools.count()))
-    assert len(met) >= 4, "the pump's, the writer's, those of the copies and of the readers"
+    assert len(met) >= 4, "close must wait for the pump, the writer, the copy threads and the readers"

@@ -35,7 +35,7 @@ from tierstore.store import TierStore
 third = int(sys.argv[1])
 
 def memory():
-    # Its own, of which none is of files: what is mapped of those comes and goes with what other programs need
+    # The first figure excludes file mappings, whose resident part depends on what other programs need.
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("Rss", "Vm"))}
     return found["RssAnon:"] + found["RssShmem:"] + found["VmSwap:"], found["VmRSS:"]

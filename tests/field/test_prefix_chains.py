@@ -106,7 +106,9 @@ def test_under_pressure_tails_are_evicted_first_and_the_beginning_of_a_sequence_
             write(store, chain(1, f"other{i}"))
             assert store.drain(PATIENCE_S)
             there = [bool(where(store, key)) for key in long]
-            assert there == sorted(there, reverse=True), "a page outlived the one before it"
+            assert there == sorted(there, reverse=True), (
+                "a page is still stored although the page before it was evicted"
+            )
             cut |= not there[-1]
             if not there[0]:
                 break
@@ -130,7 +132,9 @@ def test_pages_without_their_prefix_are_evicted_before_all_others(shape: str, tm
         for i in range(400):
             if not any(where(store, key) for key in cut):
                 break
-            assert all(store.match([key]).num_pages for key in kept), "a reachable page went first"
+            assert all(store.match([key]).num_pages for key in kept), (
+                "a reachable page was evicted before an unreachable one"
+            )
             write(store, chain(1, f"new{i}"))
             assert store.drain(PATIENCE_S)
         assert not any(where(store, key) for key in cut), f"{len(capacity.copies)} pages, none reclaimed"

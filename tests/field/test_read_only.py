@@ -134,7 +134,9 @@ def test_a_damaged_page_is_a_miss_and_its_record_stays(home: Path) -> None:
             (slot,) = store.allocate(1)
             page_tensor(store)[slot].copy_(content(WARMED[4]))
             store.put(WARMED[4:5], [slot], parent=WARMED[3])
-        assert read(store, WARMED) == len(WARMED), "computed again, it leads to the page after it"
+        assert read(store, WARMED) == len(WARMED), (
+            "once the page is put again, the page after it must be found"
+        )
         assert store.flush().failed == 1
         store.check()
     assert everything(home) == before

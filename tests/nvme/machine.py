@@ -134,7 +134,7 @@ class TierMachine(RuleBasedStateMachine):
     def write(self, these: list[int], version: int) -> None:
         ack = self.rig.ack(self.submit(these, version))
         assert (ack.ok, ack.num_ready, ack.failures) == (True, len(these), ())
-        assert not self.watch.dirty, "a page is acked that is not durable"
+        assert not self.watch.dirty, "a page was acknowledged before it was durable"
         self.written(these, version)
         self.check(these)
 
@@ -320,7 +320,7 @@ class TierMachine(RuleBasedStateMachine):
         if isinstance(records, ExtentRecords):
             slots = records._slots
             used = sum(place.blocks for place in self.named())
-            assert slots.total - slots.num_free == used, "a slot is lost"
+            assert slots.total - slots.num_free == used, "a slot is neither free nor in use"
 
 
 class ExtentMachine(TierMachine):

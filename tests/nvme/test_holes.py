@@ -87,7 +87,7 @@ def test_moving_records_frees_space_and_changes_nothing_else(data: st.DataObject
         assert olds <= taken - set(hidden)
         assert all(move.old.blocks == move.new.blocks for move in planned)
         cells = [(each.extent, block) for each in (*taken, *news) for block in blocks(*each[1:])]
-        assert len(cells) == len(set(cells)), "a new place is used already"
+        assert len(cells) == len(set(cells)), "two records overlap after the moves"
     slots.free(olds)
     assert slots.num_free == free
     assert not planned or slots.take(LONGEST) is not None

@@ -62,7 +62,9 @@ def test_a_tier_without_preallocation_keeps_pages_in_files_without_holes(
         assert bool(files) == (payload == "extents")
         for path in files:
             assert blocks(path) >= path.stat().st_size > 0
-        assert blocks(data_file(rig.home).with_name("lock.mdb")) >= BLOCK, "a hole there ends in SIGBUS"
+        assert blocks(data_file(rig.home).with_name("lock.mdb")) >= BLOCK, (
+            "access to a hole in this file would cause SIGBUS"
+        )
     finally:
         rig.close()
     again = Rig(tmp_path / "home")
@@ -90,7 +92,7 @@ def test_disk_that_fills_up_during_preallocation_makes_the_tier_read_only_until_
         disk(posix_fallocate=refusing(errno.EOPNOTSUPP), pwritev=full)
         ack = rig.write(range(100, 200))
         assert {failure for _, failure in ack.failures} == {Failure.NO_SPACE}
-        assert extent_files(rig.home) == before, "what was written of the new file is given back"
+        assert extent_files(rig.home) == before, "the partly written new file must be removed"
         assert rig.present(range(5)) == set(range(5))
         disk(posix_fallocate=refusing(errno.EOPNOTSUPP))
         wait_until_writable(rig)

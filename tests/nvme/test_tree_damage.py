@@ -53,7 +53,7 @@ def fault(home: Path) -> str | None:
     try:
         found = walk(directory(home), "extents" if '"extents"' in marker else "lmdb")
     except lmdb.Error as error:
-        pytest.fail(f"LMDB was asked: {error}")
+        pytest.fail(f"the check called LMDB, which failed: {error}")
     return found if isinstance(found, str) else None
 
 

@@ -119,7 +119,7 @@ def fill(rig: WriterRig) -> int:
             assert {failure for _, failure in ack.failures} == {Failure.NO_SPACE}
             assert ack.num_ready == 0
             return count
-    raise AssertionError("the map never filled")
+    raise AssertionError("LMDB's map did not fill up")
 
 
 def test_batch_that_finds_the_map_full_fails_whole(rig: WriterRig) -> None:

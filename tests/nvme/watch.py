@@ -50,7 +50,9 @@ class Watch:
         number = _number(fd)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         written = {(number, block) for block in range(offset // BLOCK, (offset + nbytes) // BLOCK)}
-        assert written.isdisjoint(self._named_blocks()), "a slot is written that the catalogue names"
+        assert written.isdisjoint(self._named_blocks()), (
+            "a write touches a slot that the committed catalogue names"
+        )
         done = os.pwritev(fd, buffers, offset)
         self.dirty |= written
         self.calls.append((number, offset, nbytes))
@@ -58,7 +60,9 @@ class Watch:
         return done
 
     def fdatasync(self, fd: int) -> None:
-        assert self.dirty.isdisjoint(self._named_blocks()), "the catalogue names what is not durable yet"
+        assert self.dirty.isdisjoint(self._named_blocks()), (
+            "the committed catalogue names blocks that have not been synced"
+        )
         os.fdatasync(fd)
         number = _number(fd)
         self.dirty = {block for block in self.dirty if block[0] != number}

@@ -126,7 +126,9 @@ def _act(client: Client, role: Role, account: Account, until: Set[str]) -> int:
         if late < 0 or until <= counts.get("faults", {}).keys() | counts.get("actions", {}).keys():
             return late >= 0
         if late >= PATIENCE_S:
-            raise Overdue(f"not all of these were met in {PATIENCE_S:g} s: {sorted(until)}")
+            raise Overdue(
+                f"not all of these faults and actions occurred within {PATIENCE_S:g} s: {sorted(until)}"
+            )
         return False
 
     def work(index: int) -> None:

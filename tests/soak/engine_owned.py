@@ -89,7 +89,9 @@ class EngineClient:
         self._store.check()
         if not losing(self.trouble):
             self._wait_for_all()
-            assert sorted(self._free) == list(range(SLOTS)), f"slots came back: {sorted(self._free)}"
+            assert sorted(self._free) == list(range(SLOTS)), (
+                f"the store returned only these slots: {sorted(self._free)}"
+            )
             self._store.check()
 
     def _put(self, keys: list[PageKey]) -> None:

@@ -207,7 +207,7 @@ class Trouble:
                 return real(fd, buffers, offset)
             if dice < _DISK_FAULTS / 3:
                 self._account.count("faults", "read error")
-                raise OSError(errno.EIO, "the disk says no")
+                raise OSError(errno.EIO, "simulated disk error")
             if dice < _DISK_FAULTS * 2 / 3:
                 self._account.count("faults", "short read")
                 return real(fd, buffers[:1], offset)
@@ -226,11 +226,11 @@ class Trouble:
             dice = self._disk_chance.random()
             if dice < _DISK_FAULTS / 2:
                 self._account.count("faults", "write error")
-                raise OSError(self._disk_chance.choice([errno.EIO, errno.ENOSPC]), "the disk says no")
+                raise OSError(self._disk_chance.choice([errno.EIO, errno.ENOSPC]), "simulated disk error")
             sizes = real(catalogue, pages)
             if dice < _DISK_FAULTS:
                 self._account.count("faults", "write error after writing")
-                raise OSError(errno.EIO, "the disk has it and says no")
+                raise OSError(errno.EIO, "simulated error after a write that took effect")
             return sizes
 
         return store

@@ -150,7 +150,7 @@ class LlamaClient:
             rows = generate_batch(self._model, torch.tensor([prompt]), cache, **options).tolist()
         want = plain_batch(self._model, torch.tensor([prompt]), **options).tolist()
         if rows != want and abs(self._score(rows[0], prompt) - self._score(want[0], prompt)) > _NEAR:
-            raise WrongBytes(f"beams over {prompt} gave {rows}, not {want}")
+            raise WrongBytes(f"beam search over {prompt} returned {rows}, expected {want}")
         self._account.count("pages", "answers compared")
 
     def _speculate(self, chance: random.Random) -> None:
@@ -226,10 +226,10 @@ class LlamaClient:
             return
         at = next((i for i, (a, b) in enumerate(zip(answer, want, strict=False)) if a != b), None)
         if at is None or len(answer) != len(want):
-            raise WrongBytes(f"an answer of {len(answer)} tokens to {prompt}, not {len(want)}")
+            raise WrongBytes(f"the answer to {prompt} has {len(answer)} tokens, expected {len(want)}")
         logits = self._logits(prompt + want[:at])[-1]
         if abs(float(logits[want[at]] - logits[answer[at]])) > _NEAR:
-            raise WrongBytes(f"{prompt} was answered with {answer}, not {want}")
+            raise WrongBytes(f"the answer to {prompt} is {answer}, expected {want}")
         self._account.count("pages", "answers that differ where two tokens are equally likely")
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:

@@ -273,20 +273,20 @@ class OwnClient:
         for child, deadline in children:
             if not self._ended(child):
                 if time.monotonic() > deadline:
-                    raise Overdue("a forked child does not end")
+                    raise Overdue("a forked child has not exited in time")
                 self._children.append((child, deadline))
 
     def _reap(self, child: int, deadline: float) -> None:
         while not self._ended(child):
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
-                raise Overdue("a forked child does not end")
+                raise Overdue("a forked child has not exited in time")
             time.sleep(0.01)
 
     def _ended(self, child: int) -> bool:
         done, status = os.waitpid(child, os.WNOHANG)
         if done and os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
-            raise AssertionError("a forked child was not refused everything")
+            raise AssertionError("a call in a forked child was not refused")
         return done != 0
 
     # -- checks -------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def wait_final(lease: Lease, trouble: Trouble | None) -> LeaseState:
         if losing(trouble):
             break
         if monotonic() > deadline:
-            raise Overdue("a lease neither got its pages nor failed")
+            raise Overdue("a lease is still PENDING")
     return state
 
 
@@ -46,5 +46,5 @@ def wait_idle(store: TierStore, trouble: Trouble | None) -> bool:
         if losing(trouble):
             return False
         if monotonic() > deadline:
-            raise Overdue("something never ends")
+            raise Overdue("transfers are still in flight")
     return True

@@ -30,7 +30,7 @@ class AdmittingMachine(SecretMachine):
         self.running.store.demote(keys, Tier.NVME)
         self.calm()
         nvme = self.running.directory.residency.tables[Tier.NVME]
-        assert all(nvme.ready(key) for key in wanted), "a page that was demoted to the disk is not there"
+        assert all(nvme.ready(key) for key in wanted), "a page that was demoted to the disk is not on it"
 
     @invariant()
     def admission_never_cuts_off_what_is_on_disk(self) -> None:
@@ -43,7 +43,7 @@ class AdmittingMachine(SecretMachine):
             for before, after in pairwise(keys):
                 if nvme.ready(after):
                     lost = self.running.store.explain([before])[0]["lost"]
-                    assert lost != "not_admitted", "a page on disk lost the one before it"
+                    assert lost != "not_admitted", "the page before a page on disk was not admitted"
 
 
 class WorthyMachine(AdmittingMachine):

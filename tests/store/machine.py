@@ -139,7 +139,9 @@ class StoreMachine(RuleBasedStateMachine):
     def hear(self, change: PageChange) -> None:
         """Record a change that the watch reports."""
         there = self.told[change.tier]
-        assert (change.key in there) is not change.came, "a page came twice, or left without being there"
+        assert (change.key in there) is not change.came, (
+            "the watch reported a page that entered twice, or left without having entered"
+        )
         (there.add if change.came else there.remove)(change.key)
 
     @property
@@ -243,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
         writing = self.being_written()
         kept = self.running.store.put(keys, slots, after=event, lease=lease, memory_only=secret)
         if lease is None:
-            assert writing.isdisjoint(kept), "a slot was returned whose writer nobody told of"
+            assert writing.isdisjoint(kept), "put returned a slot that another writer is still writing"
         if held is not None:
             held.sealed += zip(keys, kept, strict=True)
         if event is not None:
@@ -395,7 +397,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.running.store.drain(0.0)
             self.running.settle()
         else:
-            assert self.running.store.drain(self.patience_s), "something never ends"
+            assert self.running.store.drain(self.patience_s), "the store is still not idle"
 
     @precondition(lambda self: self.roomy)
     @rule()
@@ -430,11 +432,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.running.store.close()
         self._open()
         for key in self.flushed:
-            assert self.running.store.match([key]).num_pages == 1, "a flushed page did not come back"
+            assert self.running.store.match([key]).num_pages == 1, "a flushed page is lost after a reopen"
         for key in self.gone:
-            assert self.running.store.match([key]).num_pages == 0, "an evicted page came back"
+            assert self.running.store.match([key]).num_pages == 0, "an evicted page is found after a reopen"
         for key in self.written - self.may_be_stored:
-            assert self.running.store.match([key]).num_pages == 0, "a memory-only page came back"
+            assert self.running.store.match([key]).num_pages == 0, (
+                "a memory-only page is found after a reopen"
+            )
         found = self.running.store.explain(told)
         assert parents == {page["key"]: page["parent"] for page in found}
 
@@ -468,12 +472,14 @@ class StoreMachine(RuleBasedStateMachine):
             if state is LeaseState.PENDING:
                 only_written = held.lease.wait(0.0, written=False) is not LeaseState.PENDING
                 assert held.settled is None or writers, "a final lease became pending again"
-                assert not only_written or writers, "a lease waits for nobody"
+                assert not only_written or writers, (
+                    "a lease is PENDING although all its copies and writes have ended"
+                )
                 continue
             assert not writers or held.failed, "a lease is ready before its pages are written"
             assert (state is LeaseState.FAILED) or not held.failed, "a page that was never written is ready"
             slots = tuple(held.lease.slots)
-            assert held.settled in (None, slots), "a leased page moved"
+            assert held.settled in (None, slots), "a leased page is in another slot than before"
             held.settled = slots
             for key, slot in held.pages:
                 assert slot in writing or same(pages[slot], key), "wrong bytes"

@@ -33,10 +33,12 @@ class SickMachine(StoreMachine):
         if not self.running.records.tell_late(up, late):
             return
         self.running.store.poll()
-        assert all(tables[Tier.NVME].ready(key) for key in stored), "a record went that was not read"
+        assert all(tables[Tier.NVME].ready(key) for key in stored), (
+            "a record whose read was not attempted was dropped"
+        )
         if Tier.HOST not in tables:  # no other page is in flight to this lease
             state = self.held[-1].lease.wait(0.0)
-            assert state is not LeaseState.PENDING, "somebody waits for a page that is late"
+            assert state is not LeaseState.PENDING, "a lease still waits for a late page"
 
     @rule(late=st.sets(st.integers(0, 2), min_size=1))
     def the_disk_is_late(self, late: set[int]) -> None:

@@ -122,7 +122,7 @@ def test_pages_requested_on_disk_are_written_regardless_of_admission(tmp_path: P
     keys, others, more = chain(3), chain(2, "o"), chain(3, "m")
     write(bench.store, keys)
     bench.store.demote(keys[2:], Tier.NVME)
-    assert stored(bench, keys) == [True, True, True], "a page was written without those before it"
+    assert stored(bench, keys) == [True, True, True], "the pages before the demoted page must be written too"
     write(bench.store, others)
     assert stored(bench, others) == [False, False]
     bench.store.flush()
@@ -206,7 +206,7 @@ def test_engine_pages_go_through_admission(tmp_path: Path) -> None:
     assert stored(bench, keys) == [False, False, False]
     history = bench.directory.admission._history
     assert history is not None
-    assert [history.get(key).span for key in keys] == [3, 3, 3], "a run is known when it is put"  # type: ignore[union-attr]
+    assert [history.get(key).span for key in keys] == [3, 3, 3], "put must record the whole run"  # type: ignore[union-attr]
     with bench.store.acquire(keys[:2], into=[3, 4]) as lease:
         lease.wait(PATIENCE_S)
     assert stored(bench, keys) == [True, True, False]
@@ -237,6 +237,8 @@ def test_on_a_full_disk_cost_refuses_kinds_that_are_never_requested(tmp_path: Pa
     stored(bench, chat)
     nvme = bench.store.stats()["nvme"]
     assert isinstance(nvme, dict)
-    assert nvme["bytes_written"] < 600 * SPEC.page_nbytes, "three quarters of what was put"
+    assert nvme["bytes_written"] < 600 * SPEC.page_nbytes, (
+        "at most three quarters of the pages may be written"
+    )
     assert bench.store.match(chat).num_pages == 3
     bench.close()

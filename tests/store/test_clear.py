@@ -349,7 +349,7 @@ def test_pages_waiting_in_engine_slots_are_dropped(engines: Bench, engine: Engin
     keys = put_six(engines, engine)
     before = counter(engines.store, "dropped_copies", "HBM,evicted")
     engines.store.clear()
-    assert sorted(engines.store.poll()) == [2, 3, 4, 5], "no copy reads these"
+    assert sorted(engines.store.poll()) == [2, 3, 4, 5], "no copy reads the other four slots"
     assert counter(engines.store, "dropped_copies", "HBM,evicted") == before + 4
     require_none_found(engines, keys)
     assert sorted(engines.store.poll()) == [0, 1]
@@ -365,8 +365,8 @@ def test_pages_with_a_pending_writer_are_dropped_and_their_slots_reported_later(
     keys = put_six(engines, engine, event)
     engines.store.clear()
     assert engines.store.poll() == []
-    assert engines.store.withdraw([0, 1]) == [0, 1], "the engine still writes them"
-    assert Flush.of_unsaved(engines.store._pump).ticket.open == 0, "a flush waits for nobody"
+    assert engines.store.withdraw([0, 1]) == [0, 1], "the engine is still writing these slots"
+    assert Flush.of_unsaved(engines.store._pump).ticket.open == 0, "a flush must not wait for removed pages"
     if fails:
         event.fail()
     else:

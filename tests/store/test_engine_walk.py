@@ -55,7 +55,7 @@ class Walk:
             self.release()
         assert self.store.drain(PATIENCE_S)
         self.poll()
-        assert self.free == set(range(SLOTS)), "slots were never told"
+        assert self.free == set(range(SLOTS)), "the store did not return every slot"
         for keys in SEQUENCES:
             with self.store.acquire(keys, into=list(range(len(keys)))) as lease:
                 assert lease.wait(PATIENCE_S) is not LeaseState.PENDING
@@ -77,10 +77,10 @@ class Walk:
 
     def poll(self) -> None:
         told = self.store.poll()
-        assert set(told) <= set(self.busy), "a slot was told of that was not the store's"
+        assert set(told) <= set(self.busy), "poll returned a slot that the engine owned already"
         for slot in told:
             event = self.busy.pop(slot)
-            assert event is None or event.query(), "a slot was told of before it was written"
+            assert event is None or event.query(), "poll returned a slot before it was written"
             self.write(slot)
 
     def take_back(self) -> None:
@@ -168,7 +168,7 @@ def test_walk_detects_reports_of_slots_the_engine_reused(
     folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OutgoingPages, "_unreport", lambda self, slots: None)
-    with pytest.raises(AssertionError, match="a slot was told of that was not"):
+    with pytest.raises(AssertionError, match="poll returned a slot that the engine owned already"):
         walk(folders, range(60))
 
 

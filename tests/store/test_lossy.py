@@ -313,7 +313,9 @@ def test_pages_that_an_engine_puts_together_are_exact_until_they_return_from_a_l
         store.put(chain(4)[3:], [0], parent=keys[-1])
         assert store.drain(PATIENCE_S)
         assert store.match(chain(4)).num_pages == 4
-        assert store.match(chain(4)[3:], exact=True).num_pages == 0, "it is computed over inexact pages"
+        assert store.match(chain(4)[3:], exact=True).num_pages == 0, (
+            "a page computed from inexact pages is not exact"
+        )
 
 
 def test_engine_page_computed_under_an_inexact_lease_is_inexact_regardless_of_its_parent(

@@ -109,7 +109,7 @@ def test_acquire_waits_for_pages_that_are_being_saved(bench: Bench) -> None:
     full_of_unsaved_pages(bench)
     asking = Asking(bench.store, WANTED)
     waiting(bench, asking)
-    assert bench.store.match(OTHER).num_pages == 4, "the lock is free meanwhile"
+    assert bench.store.match(OTHER).num_pages == 4, "acquire must not hold the lock while it waits"
     bench.open_gates()
     require_all(bench, asking.ended())
     assert read(bench.store, OTHER) == 4
@@ -275,7 +275,7 @@ def test_waiting_callers_are_served_in_order(bench: Bench) -> None:
     assert first.wait(PATIENCE_S) is LeaseState.READY
     require_right(bench.store, first)
     other = askings[1].ended()
-    assert other.num_pages == 1, "the only slot that the first one left"
+    assert other.num_pages == 1, "the first lease left only one slot"
     other.release()
     first.release()
     assert read(bench.store, second) == 3

@@ -198,7 +198,7 @@ def test_late_read_while_moving_down_is_harmless(bench: Bench, evicted: bool) ->
     bench.records.open()
     assert store.drain(PATIENCE_S)
     kept = {key for key in keys if Tier.REMOTE in where(store, key)}
-    assert set(bench.dictionary.kept) == kept, "the record of a copy that was given up was not erased"
+    assert set(bench.dictionary.kept) == kept, "the record of an abandoned copy was not erased"
     assert read_soon(store, keys) == (1 if evicted else 3)
     require_nothing_held(store)
 
@@ -254,7 +254,7 @@ def test_attached_prefetcher_promotes_pages_of_the_second_tier(bench: Bench) -> 
     store.hint(Hint("far", 1, tuple(far), deadline_s=1.0))
     deadline = monotonic() + PATIENCE_S
     while store.match(near).tiers + store.match(far).tiers != (Tier.HBM,) * 4:
-        assert monotonic() < deadline, "the pages do not come"
+        assert monotonic() < deadline, "the pages were not promoted in time"
         store.poll()
         sleep(0.001)
     prefetcher.close()

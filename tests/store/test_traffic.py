@@ -49,7 +49,7 @@ def test_an_invalid_tier_is_refused(store: TierStore) -> None:
 def test_a_store_is_idle_once_nothing_moves(bench: Bench) -> None:
     assert bench.store.idle()
     write(bench.store, chain(2))
-    assert not bench.store.idle(), "the pages go to HOST"
+    assert not bench.store.idle(), "the pages are being copied to HOST"
     assert bench.store.drain(PATIENCE_S)
     bench.records.hold(DOWN)
     bench.store.demote(chain(2), Tier.NVME)
@@ -64,7 +64,7 @@ def test_a_store_that_waits_for_an_event_is_not_idle(bench: Bench) -> None:
     bench.store.free(bench.store.allocate(1), after=event)
     assert not bench.store.idle()
     event.happen()
-    assert not bench.store.idle(), "it only looks"
+    assert not bench.store.idle(), "idle() must not process the event"
     bench.store.poll()
     assert bench.store.idle()
 

@@ -237,7 +237,7 @@ def test_a_callback_may_end_its_own_watch(bench: Bench) -> None:
     write(bench.store, chain(3))
     bench.store.poll()
     assert told == [came(chain(1)[0], Tier.HBM)]
-    assert bench.directory.residency.changed is None, "nothing is kept for nobody"
+    assert bench.directory.residency.changed is None, "changes must not be recorded without a watch"
 
 
 def test_a_watch_started_in_a_callback_reports_later_changes(bench: Bench) -> None:
@@ -246,7 +246,7 @@ def test_a_watch_started_in_a_callback_reports_later_changes(bench: Bench) -> No
     watches = [bench.store.watch(lambda change: watches.append(bench.store.watch(later.append)))]
     write(bench.store, chain(1))
     bench.store.poll()
-    assert len(watches) == 2, "one change was told, so one watch began"
+    assert len(watches) == 2, "one change was reported, so one watch must have begun"
     assert later == []
     watches[0].end()
     bench.store.evict(chain(1), Tier.HBM)

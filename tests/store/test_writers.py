@@ -217,7 +217,7 @@ def test_put_without_a_lease_replaces_a_page_still_being_written(
         assert lease.wait(0.0) is LeaseState.PENDING
         assert ends_with(lease.ready(0), event)
     others = store.allocate(4)
-    assert old[0] not in others, "its writer still writes it"
+    assert old[0] not in others, "the writer is still writing the slot"
     store.free(others)
     finish(store, keys, old, event)
     assert lease.wait(PATIENCE_S) is LeaseState.READY

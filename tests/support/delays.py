@@ -71,7 +71,7 @@ class Delays:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--delays", default="1", help="number of the random choices of tests.support.delays")
+    parser.addoption("--delays", default="1", help="seed of the random delays of tests.support.delays")
 
 
 _DELAYS = pytest.StashKey[Delays]()

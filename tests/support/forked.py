@@ -71,7 +71,7 @@ class Forked:
             os.close(status)
         line = self._told.readline()
         if not line:
-            raise RuntimeError(f"the process that imports {', '.join(imported)} has ended")
+            raise RuntimeError(f"the fork server that imports {', '.join(imported)} has exited")
         self.pid = int(line)
         self.returncode: int | None = None
 

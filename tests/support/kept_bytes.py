@@ -51,7 +51,9 @@ class KeptBytes(RecordTier):
             return
         self.kept |= {key: page.tobytes() for key, page in zip(transfer.keys, pages, strict=True)}
         self._changes += 1
-        assert len(self.kept) * self.record_nbytes <= self.budget_nbytes, "it was given more than it may hold"
+        assert len(self.kept) * self.record_nbytes <= self.budget_nbytes, (
+            "the tier was given more pages than its budget allows"
+        )
         self._end(transfer, [], self.record_nbytes)
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:

@@ -234,7 +234,7 @@ def require_nothing_held(store: TierStore, patience_s: float = PATIENCE_S) -> No
     """
     held: dict[str, int] = {}
     for _ in range(20):  # a timed spill may start at any call
-        assert store.drain(patience_s), "something never ends"
+        assert store.drain(patience_s), "the store is still not idle"
         tiers = store.stats()["tiers"]
         assert isinstance(tiers, dict)
         held = {

@@ -103,7 +103,9 @@ def find(package: str, bug: Bug, checkout: Path = CHECKOUT) -> str:
         name: path.read_text(encoding="utf-8").count(bug.old) for name, path in _files(package, checkout)
     }
     found = [name for name, count in counts.items() if count]
-    assert [counts[name] for name in found] == [1], f"not once in {package}, but in {found}: {bug.old!r}"
+    assert [counts[name] for name in found] == [1], (
+        f"the source text of the bug must occur once in {package}, but occurs in {found}: {bug.old!r}"
+    )
     return found[0]
 
 

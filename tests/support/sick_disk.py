@@ -60,7 +60,7 @@ class Slow:
         return os.preadv(fd, buffers, offset)
 
     def let_one_go(self) -> None:
-        assert self.begun.acquire(timeout=PATIENCE_S), "no read has begun"
+        assert self.begun.acquire(timeout=PATIENCE_S), "no read began in time"
         self._let.release()
 
 

@@ -126,7 +126,7 @@ class Gate:
         """Wait until all transfers that have passed the gate have ended."""
         deadline = monotonic() + 60.0
         while self.running:
-            assert monotonic() < deadline, "a transfer does not end"
+            assert monotonic() < deadline, "a transfer that passed the gate has not ended"
             self._collect()
             sleep(0.0002)
 
