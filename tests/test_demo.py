@@ -206,7 +206,7 @@ def test_values_that_cannot_show_a_claim_drop_it_and_report_that(
     changes: dict[str, Any],
     dropped: str,
 ) -> None:
-    """Regression test: ``--tokens 512 --questions 1`` failed ("hits in every tier") although all answers were equal."""
+    """Regression test: ``--tokens 512 --questions 1`` failed at "hits in every tier" although all answers matched."""
     monkeypatch.setattr(run_room, "_second_act", second_act_here)
     outcome = run_demo(model, replace(SMALL, **changes), lambda line: None, [texts], tmp_path)
     claims = judge(outcome)

@@ -26,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``tierstore WORDS`` with this folder's ``tierstore`` and ``prefetch``. Nothing else there can be imported."""
+    """Run ``tierstore WORDS`` with this folder's ``tierstore`` and ``prefetch``. No other copy can be imported."""
     program = (
         f"import os, sys; sys.path.insert(0, {str(packages)!r}); import prefetch, tierstore\n"
         f"assert str(tierstore.__file__).startswith({str(packages)!r})\n"

@@ -87,7 +87,7 @@ def test_every_configuration_of_the_repository_is_in_the_wheel_and_loads(install
 
 
 def test_no_file_of_the_repository_is_a_symbolic_link() -> None:
-    """Archives and copies of the repository do not all keep links: a link arrives as a file with the path in it."""
+    """Some archives and copies replace a symbolic link by a file that contains the path of the link's target."""
     tracked = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=False)
     if tracked.returncode != 0:
         pytest.skip("this copy of the repository has no git directory")

@@ -1,4 +1,4 @@
-"""A state machine of an engine that uses ``Chunks``. The machine decides when disk operations end and fail."""
+"""A state machine of an engine that uses ``Chunks``. The machine decides when disk operations end or fail."""
 
 from __future__ import annotations
 

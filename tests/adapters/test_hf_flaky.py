@@ -1,4 +1,4 @@
-"""Test the adapter's state machine with failing copies and interrupted waits. Answers stay correct, nothing leaks."""
+"""Test the adapter's state machine with failing copies and interrupted waits: no answer is wrong and nothing leaks."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -254,8 +254,8 @@ def places(tensor: torch.Tensor, block: int) -> torch.Tensor:
 def require_exact(tensors: Sequence[torch.Tensor], raws: Sequence[torch.Tensor], num_blocks: int) -> KVLayout:
     """Store a block, overwrite all memory, and load the block into another one. Return the layout.
 
-    Require that every tensor then has the stored bytes in that block, that nothing else has changed, and that a page
-    contains each byte of the block once.
+    Require that every tensor then has the stored bytes in the second block, that nothing else has changed, and that the
+    page contained each byte of the block once.
     """
     found = kv_layout(tensors, num_blocks=num_blocks, block_size=N, identity="m", shard=0)
     layout = PageLayout.of(found.spec)

@@ -71,7 +71,7 @@ def test_stored_scales_are_the_nearest_or_never_smaller_and_at_most_a_128th_larg
 def fp8_page(numbers: NDArray[np.float32], dtype: str, scale: float) -> tuple[PageLayout, NDArray[np.uint8]]:
     """Return a page with one layer, whose K consists of 448 * ``scale`` and ``numbers``.
 
-    The first number makes ``scale`` the stored scale.
+    Because of the number 448 * ``scale``, the codec stores exactly ``scale`` as the scale.
     """
     numbers = np.concatenate([np.full(1, 448 * scale, dtype=np.float32), numbers])
     spec = spec_of(dtype, 1, 1, 1, numbers.size)
