@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from tests.adapters.sglang_stub import (
     CAPACITY,
@@ -124,7 +125,7 @@ def test_a_damaged_page_is_a_miss_and_never_reaches_host_memory(module: ModuleTy
 @pytest.mark.parametrize(
     "other",
     [
-        {"kv": HeadPool(torch.float16)},
+        {"dtype": torch.float16},
         {"extra": {"model": "other"}},
         {"tp_size": 2},
         {"pp_size": 2},
@@ -144,8 +145,8 @@ def test_no_page_of_another_configuration_is_found(
         write(storage, pool, range(2))
     for name, value in other.get("args", {}).items():
         monkeypatch.setattr(f"tests.adapters.sglang_stub.ARGS.{name}", value)
-    more = {name: value for name, value in other.items() if name != "args"}
-    with opened(module, tmp_path, more.pop("kv", HeadPool()), **more) as storage:
+    more = {name: value for name, value in other.items() if name not in ("args", "dtype")}
+    with opened(module, tmp_path, HeadPool(other.get("dtype", pool.dtype)), **more) as storage:
         assert storage.batch_exists(keys(range(2))) == 0
         assert storage.batch_get_v1(keys(range(2)), tokens(pool, [0, 1])) == [False, False]
 
@@ -179,6 +180,29 @@ def test_a_clear_removes_pages_on_disk_and_in_flight(module: ModuleType, tmp_pat
         write(storage, pool, range(3))
     with opened(module, tmp_path, pool) as storage:
         assert [number for number in range(9) if storage.exists(key(number))] == [0, 1, 2]
+
+
+def test_metrics_count_pages_by_pool_and_outcome(module: ModuleType, tmp_path: Path) -> None:
+    def value(name: str, **more: str) -> float:
+        labels = {"pool": "kv", "rank": "dp0-pp0-tp0", **more}
+        return REGISTRY.get_sample_value(f"tierstore_sglang_{name}", labels) or 0.0
+
+    def hits() -> tuple[float, float]:
+        return value("pages_total", outcome="hit"), value("pages_total", outcome="miss")
+
+    pool = HeadPool()
+    for _ in range(2):  # the counters grow further after a restart
+        with opened(module, tmp_path, pool) as storage:
+            storage.get_stats()
+            before = hits()
+            write(storage, pool, range(3))
+            read(storage, pool, range(4))
+            storage.get_stats()
+            storage.get_stats()
+            assert tuple(now - then for now, then in zip(hits(), before, strict=True)) == (3, 1)
+            assert value("disk_pages") == 3
+            assert value("disk_bytes") == storage.tier_stats()["kv"]["used_nbytes"]
+            assert value("disk_ok") == 1
 
 
 def test_indices_that_are_not_whole_pages_are_refused(module: ModuleType, tmp_path: Path) -> None:

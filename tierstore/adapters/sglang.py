@@ -26,6 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -316,7 +317,10 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return all(pool.flush(deadline) for pool in self._opened().values())
 
     def get_stats(self) -> Any:
-        """Return SGLang's ``StorageMetrics`` since the last call."""
+        """Return SGLang's ``StorageMetrics`` since the last call, and update TierStore's own Prometheus metrics."""
+        rank = f"dp{self._config.dp_rank}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
+        for name, figures in self.tier_stats().items():
+            _prometheus().update(name, rank, figures)
         pages, rates = self._metrics.take("read"), self._metrics.take("write")
         return StorageMetrics(
             prefetch_pgs=[each.pages for each in pages],
@@ -874,6 +878,67 @@ def _close(pools: Any) -> None:
 
 
 # -- small parts -------------------------------------------------------------------------------------------
+
+
+class _Prometheus:
+    """TierStore's metrics by pool and rank, in the registry that SGLang exports."""
+
+    def __init__(self) -> None:
+        from prometheus_client import (
+            Counter as Series,
+        )  # after SGLang has chosen the folder for several processes
+        from prometheus_client import Gauge
+
+        by = ("pool", "rank")
+        self._pages = Series(
+            "tierstore_sglang_pages", "Pages that SGLang read or wrote, by outcome.", (*by, "outcome")
+        )
+        self._evicted = Series("tierstore_sglang_evicted_pages", "Pages evicted from disk.", by)
+        self._damaged = Series("tierstore_sglang_damaged_pages", "Pages found damaged on disk.", by)
+        self._held = Gauge(
+            "tierstore_sglang_disk_pages", "Pages on disk.", by, multiprocess_mode="livemostrecent"
+        )
+        self._nbytes = Gauge(
+            "tierstore_sglang_disk_bytes",
+            "Size of the pages on disk.",
+            by,
+            multiprocess_mode="livemostrecent",
+        )
+        self._works = Gauge(
+            "tierstore_sglang_disk_ok",
+            "1 if the disk reads and writes, 0 if it hangs, fails or refuses writes.",
+            by,
+            multiprocess_mode="livemostrecent",
+        )
+        self._seen: Counter[tuple[str, ...]] = Counter()
+        self._lock = threading.Lock()
+
+    def update(self, pool: str, rank: str, figures: dict[str, object]) -> None:
+        """Export the figures of a pool. Counters only grow, even if SGLang detaches and attaches again."""
+        with self._lock:
+            for outcome in _OUTCOMES:
+                series = self._pages.labels(pool, rank, outcome)
+                series.inc(self._grown((pool, rank, outcome), figures[f"pages_{outcome}"]))
+            if "state" not in figures:
+                return  # this process keeps no pages of the pool
+            self._evicted.labels(pool, rank).inc(self._grown((pool, rank, "evicted"), figures["evicted"]))
+            self._damaged.labels(pool, rank).inc(
+                self._grown((pool, rank, "damaged"), figures["read_integrity"])
+            )
+            self._held.labels(pool, rank).set(int(str(figures["chunks"])))
+            self._nbytes.labels(pool, rank).set(int(str(figures["used_nbytes"])))
+            self._works.labels(pool, rank).set(figures["state"] == "ok")
+
+    def _grown(self, name: tuple[str, ...], value: object) -> int:
+        """Return how much a counter has grown since the last call. It may have started again from 0."""
+        now, before = int(str(value)), self._seen[name]
+        self._seen[name] = now
+        return now - before if now >= before else now
+
+
+@cache
+def _prometheus() -> _Prometheus:
+    return _Prometheus()
 
 
 class _Rate(NamedTuple):

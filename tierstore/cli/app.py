@@ -21,6 +21,7 @@ from tierstore.cli.output import REFUSED, Json, print_json, said
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
 from tierstore.cli.serve import serve
+from tierstore.cli.sglang_check import sglang_check
 from tierstore.cli.studies import compare, engine, hints
 from tierstore.cli.vllm_check import vllm_check
 from tierstore.demo.command import demo
@@ -136,6 +137,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "plan": plan,
         "doctor": doctor,
         "vllm-check": vllm_check,
+        "sglang-check": sglang_check,
         "config-schema": show_config_schema,
     },
     "Look after a directory": {
