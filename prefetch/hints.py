@@ -111,7 +111,7 @@ class KeptPages:
     """
 
     def __init__(self, promotions: PromotionQueue, tiers: Iterable[Tier]) -> None:
-        """Start without any pages to keep.
+        """Create an instance that has no pages to keep.
 
         Args:
             promotions: The queue that sends the requests to the store.

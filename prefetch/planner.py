@@ -46,7 +46,7 @@ class Timeline:
         return Cursor(self._free, self.page_s)
 
     def take(self, starts: list[float]) -> None:
-        """Reserve ``page_s`` seconds from each start time on. Takes O(free intervals + starts) time.
+        """Reserve ``page_s`` seconds from each start time. Takes O(free intervals + starts) time.
 
         ``starts`` must come from a single cursor and be in ascending order.
         """
@@ -147,8 +147,8 @@ class _Step:
 class _Try:
     """A trial schedule that loads the longest prefix of a want that fits into HBM.
 
-    For each page, ``there`` is the time at which the page is in HBM, and ``read`` is the time at which its read from
-    disk, if any, has finished.
+    For each page, ``there`` is the time at which the page arrives in HBM, and ``read`` is the time at which its read
+    from disk, if any, ends.
     """
 
     there: list[float] = field(default_factory=list)

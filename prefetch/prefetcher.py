@@ -64,7 +64,7 @@ def number(figures: dict[str, object], name: str) -> float:
 _WAVE_S = 0.1
 """Maximum total duration of the copies in flight, in seconds.
 
-A lease that is acquired meanwhile waits for these copies, so this is roughly the maximum time that it waits.
+A lease that is acquired while they are in flight may have to wait for them, so this also limits its waiting time.
 """
 _PLAN_AGAIN_S = 0.05
 _PLAN_SOON_S = 0.004
@@ -417,9 +417,10 @@ class Prefetcher:
         """Return the limits and the counters of the prefetcher.
 
         ``read_bytes`` and ``loaded_bytes`` are the numbers of bytes whose promotion to HOST and to HBM,
-        respectively, was started. ``prefetch_bytes`` in the counters of ``TierStore.stats`` shows how many
+        respectively, was started; ``prefetch_bytes`` in the counters of ``TierStore.stats`` shows how many
         prefetched bytes were used. ``turned_away`` counts requests that were dropped because too many were expected,
-        ``deadline_misses`` requests whose pages were not all in HBM in time, and ``faults`` unexpected errors.
+        ``deadline_misses`` counts requests whose pages were not all in HBM in time, and ``faults`` counts
+        unexpected errors.
         """
         loop = self._loop
         return {

@@ -33,11 +33,11 @@ With a much smaller fraction, both halves would be copied in one wave.
 
 
 class LoadWindow:
-    """A limit on the pages in flight to HBM, in two halves.
+    """A limit on the pages in flight to HBM. Each half of this window is filled separately.
 
-    The second half is started while the first is being copied. Pages that are loaded in groups of layers all arrive
-    at the end of a wave (``tierstore.gpu.copy_queue``). If new loads were started only then, the link would be idle
-    until the next wave starts. This class reads no clock: callers pass the time.
+    Loads of the second half are started while those of the first are in flight. Pages that are loaded in groups of
+    layers all arrive at the end of a wave (``tierstore.gpu.copy_queue``). If new loads were started only then, the
+    link would be idle until the next wave starts. This class reads no clock: callers pass the time.
     """
 
     def __init__(self) -> None:

@@ -179,7 +179,7 @@ class Sessions:
 _LEARN = 0.25
 """Weight of the latest interval between two starts in the pace, which is a moving average."""
 _MOVED = 0.25
-"""Hints are renewed once an expected start has moved by this fraction of the time that remains until it."""
+"""Fraction of the time until an expected start. If the expected start changes by more than that, hints are renewed."""
 _MOVED_S = 0.05
 _PATIENCE_S = 600.0
 """Time in seconds for which a request's hint stays active after the expected start if no request starts."""

@@ -110,7 +110,7 @@ def test_bench_arena_prints_when_memory_is_usable() -> None:
     assert code == 0
     rows = json.loads(line)["rows"]
     assert [row["what"] for row in rows] == [
-        "touching as much once, before anything else",
+        "first touch of as much memory, before the measurement",
         "first GiB usable",
         "0.02 GiB usable",
     ]

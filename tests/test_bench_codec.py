@@ -58,13 +58,17 @@ def test_bench_codec_prints_every_figure_and_its_input() -> None:
     assert all(row["encode_mbps"] > 0 and row["decode_mbps"] > 0 for row in report["rows"])
     assert all(row["kl"] is None and row["top1"] is None for row in report["rows"])
     found = {row["what"]: row["value"] for row in report["exp"]}
-    assert found["entropy limit"] > found["exp: raw bytes by stored bytes"] > 1.3
-    for what in ("encode, a core's own time", "decode, a core's own time"):
+    assert found["entropy limit"] > found["exp: raw bytes / stored bytes"] > 1.3
+    for what in ("encode, per second of CPU time", "decode, per second of CPU time"):
         assert found[what] > 0
-    for what in ("encode, two threads by one", "decode, two threads by one", "zstandard 1 on the raw page"):
+    for what in (
+        "encode, two threads / one thread",
+        "decode, two threads / one thread",
+        "zstandard level 1 on the unencoded page",
+    ):
         assert found[what] > 0
     assert [row["what"] for row in report["lossy"]] == [
-        f"{name}: {what}, two threads by one" for name in LOSSY for what in ("encode", "decode")
+        f"{name}: {what}, two threads / one thread" for name in LOSSY for what in ("encode", "decode")
     ]
     assert all(row["value"] > 0 for row in report["lossy"])
 
@@ -177,7 +181,7 @@ def test_pages_not_worth_encoding_count_as_raw() -> None:
     sample = codec.synthetic(32, 16)
     noise = np.random.default_rng(0).integers(0, 256, sample.spec.page_nbytes, dtype=np.uint8)
     rows = {row.what: row for row in codec_rows(codec.Sample(sample.spec, [noise], "noise"), 0.0)}
-    ratio = rows["exp: raw bytes by stored bytes"]
+    ratio = rows["exp: raw bytes / stored bytes"]
     assert ratio.value == 1.0
     assert not ratio.ok
 

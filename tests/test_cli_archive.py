@@ -365,8 +365,8 @@ def test_document_that_was_never_read_is_not_exported(tmp_path: Path) -> None:
         store.put(store.keys(range(8)), store.allocate(1))
     out = tmp_path / "x.tier"
     refused: list[tuple[list[str | Path], str]] = [
-        ([folder], "no stored page begins with the document"),
-        ([folder], f"{folder} has not read it into {tmp_path / 'store'}"),
+        ([folder], "has no pages of the document"),
+        ([folder], f"{folder} has not read it there"),
         ([folder], "send it to `tierstore serve` with this configuration (POST /v1/documents)"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([folder, "--dtype", "float31"], "--dtype must be one of"),

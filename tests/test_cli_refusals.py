@@ -295,7 +295,7 @@ def test_flags_of_export_that_do_not_fit_are_named(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert (
-        "--loss-class must be one of exact, the classes of this model's pages in "
+        "--loss-class must be one of exact (the classes of this model's pages in "
         in last_line(result)["error"]
     )
 

@@ -307,7 +307,7 @@ def test_stored_tokens_that_were_computed_again_are_reported_with_the_reason(
         store.free(held)
     late = replace(answer, reused_tokens=8, missing_because="late", stored_tokens=200)
     assert lost(late, 150) == (141, "they did not arrive in the time that computing them takes")
-    assert lost(replace(late, missing_because=None), 300)[1] == "they had left the store"
+    assert lost(replace(late, missing_because=None), 300)[1] == "they were no longer in the store"
     assert lost(replace(late, missing_because="replaced"), 300) == (192, "replaced")
     rows = [_row(lost_tokens=192, why="HBM was full"), _row(lost_tokens=8, why="HBM was full"), _row()]
     assert list(computed_again(rows)) == [

@@ -101,7 +101,7 @@ def test_plan_warns_of_configurations_with_little_benefit(tmp_path: Path) -> Non
     config = tiers(300, 300, tmp_path, nvme_pages=20)
     told = " / ".join(planned(config, GQA | WINDOWS, 3, 8, rates=slow).warnings)
     assert "1 of 2 layers attend only to the last 3 tokens" in told
-    assert "the tiers above it hold 600, so not all of these can be saved" in told
+    assert "the tiers above it hold 600, so it cannot save all of them" in told
     assert "a document of 3 tokens is shorter than a page (4): nothing is stored" in told
     assert "recomputing a document of 8 tokens is faster than restoring it from NVME" in told
 
@@ -130,7 +130,7 @@ def test_plan_refuses_more_disk_than_available(tmp_path: Path) -> None:
         {"host": {"capacity": "1MiB"}, "nvme": {"path": tmp_path / "x", "capacity": "4000PiB"}}
     )
     (refused,) = planned(config, GQA).sizes.refused
-    assert f"the free space at {tmp_path} (space that" in refused
+    assert f"the free space at {tmp_path}; space that" in refused
 
 
 def test_an_engine_that_brings_its_memory_leaves_hbm_open() -> None:

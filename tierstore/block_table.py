@@ -65,7 +65,7 @@ class PrivateSlots:
                 self._holders[slot] += 1
 
     def let_go(self, slots: Iterable[int]) -> list[int]:
-        """Record that one table fewer refers to each of these slots. Slots that the family does not own are ignored.
+        """Record that a table no longer refers to these slots. Slots that the family does not own are ignored.
 
         Returns:
             The slots that no table refers to any more. The family no longer owns them.

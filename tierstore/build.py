@@ -81,7 +81,7 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
         allowed = allowed_over(config.host.codec)
         if config.nvme.codec not in allowed:
             raise ConfigError(
-                f"nvme.codec must be one of {', '.join(allowed)} with host.codec {config.host.codec!r}, got "
+                f"nvme.codec must be one of {', '.join(allowed)} if host.codec is {config.host.codec!r}, got "
                 f"{config.nvme.codec!r}: pages are written to disk in the form that they have in host memory"
             )
     if config.prefetch is not None:

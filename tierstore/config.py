@@ -508,8 +508,8 @@ def _explained(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
             near = difflib.get_close_matches(path[-1].lower(), section.model_fields, n=1, cutoff=0.5)
-            guess = f"did you mean {'.'.join([*path[:-1], near[0]])}? " if near else ""
-            return f"{key} (with value {value}) is not a key; {guess}Keys here are {_names(section)}"
+            guess = f" (did you mean {'.'.join([*path[:-1], near[0]])}?)" if near else ""
+            return f"{key} (with value {value}) is not a key{guess}; the keys here are {_names(section)}"
         case "string_unicode":
             return f"{value} is not a key{f' of {key}' if key else ''}, and is not valid Unicode text"
         case "missing":

@@ -147,7 +147,7 @@ class PendingEvents:
             slots: The engine's slots.
             after: An event that completes once the slots are written, or None.
             memory_only: Whether to keep the pages off disk.
-            parents: The page before each page.
+            parents: For each page, the page before it, or None.
             doubted: Whether the pages were computed from pages that are not exact.
         """
         self._directory.outgoing.accept(keys, slots, memory_only=memory_only)

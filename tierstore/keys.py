@@ -226,7 +226,7 @@ def _int64s(token_ids: Sequence[int]) -> array[int]:
     }
     if strange:
         index, item = next((i, item) for i, item in enumerate(token_ids) if type(item) in strange)
-        raise TypeError(f"token_ids[{index}] must be an integer, got {item!r}, a {type(item).__name__}")
+        raise TypeError(f"token_ids[{index}] must be an integer, got {item!r} ({type(item).__name__})")
     try:
         return array("q", token_ids)
     except OverflowError as error:
@@ -265,14 +265,11 @@ def require_keys_and_slots(
         raise ValueError(f"put needs one slot per key, got {len(keys)} keys and {len(slots)} slots")
     strange = next((k for k in keys if not _is_key(k)), None)
     if strange is not None:
-        raise ValueError(
-            f"a page key must be {KEY_NBYTES} bytes, as TierStore.keys returns it, got {strange!r:.60}"
-        )
+        raise ValueError(f"a page key must be {KEY_NBYTES} bytes (see TierStore.keys), got {strange!r:.60}")
     strange = next((p for p in parents if p is not None and not _is_key(p)), None)
     if strange is not None:
         raise ValueError(
-            f"a parent must be a page key of {KEY_NBYTES} bytes, as TierStore.keys returns it, or None, "
-            f"got {strange!r:.60}"
+            f"a parent must be a page key of {KEY_NBYTES} bytes (see TierStore.keys) or None, got {strange!r:.60}"
         )
 
 

@@ -134,7 +134,7 @@ class Lease:
                 call its ``synchronize``, or pass it to ``stream.wait_event``. It completes once this layer
                 has been copied, and once all leased pages that any caller put with an event are written. If
                 there is only one event to wait for, it is returned unchanged. Events that a CUDA stream
-                cannot wait for are wrapped in one that it can.
+                cannot wait for are wrapped in an event that it can wait for.
 
         Raises:
             TimeoutError: The wait timed out.
@@ -220,7 +220,7 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 class LeaseHost:
-    """The part of a store that creates leases, loads and waits for their pages, and releases them.
+    """The part of a store that creates and releases leases, loads the leased pages, and waits for these pages.
 
     Thread-safe.
     """

@@ -131,7 +131,7 @@ def tiny_diff_llama() -> DiffLlamaForCausalLM:
 
 
 def test_diff_llama_is_refused_before_generating_or_storing() -> None:
-    with refused(tiny_diff_llama(), random_prompt(20), "as the cache returned them"):
+    with refused(tiny_diff_llama(), random_prompt(20), "that the cache returned"):
         pass
 
 
@@ -141,7 +141,7 @@ def test_diff_llama_as_a_draft_model_is_refused() -> None:
     with (
         open_store(model, draft=draft) as store,
         TierStoreCache(store, prompt, model=model, draft=draft) as cache,
-        pytest.raises(ValueError, match="as the cache returned them"),
+        pytest.raises(ValueError, match="that the cache returned"),
     ):
         generate(model, prompt, cache, assistant_model=cache.draft_model)
 
@@ -150,14 +150,14 @@ def test_diff_llama_as_a_draft_model_is_refused() -> None:
 def test_k_or_v_changed_after_the_cache_returned_them_is_refused(change: Change) -> None:
     model = tiny_llama()
     give(model, change)
-    with refused(model, random_prompt(3 * PAGE), "as the cache returned them"):
+    with refused(model, random_prompt(3 * PAGE), "that the cache returned"):
         pass
 
 
 def test_a_change_only_in_the_last_layer_is_refused() -> None:
     model = tiny_llama()
     give(model, CHANGES["scaled V"], layers=(2,))
-    with refused(model, random_prompt(3 * PAGE), "as the cache returned them"):
+    with refused(model, random_prompt(3 * PAGE), "that the cache returned"):
         pass
 
 
@@ -168,7 +168,7 @@ def test_a_change_while_decoding_over_a_warm_prefix_is_refused() -> None:
         for reused in (0, 3 * PAGE - 1):
             with TierStoreCache(store, prompt, model=model) as cache:
                 assert cache.reused_tokens == reused
-                with pytest.raises(ValueError, match="as the cache returned them"):
+                with pytest.raises(ValueError, match="that the cache returned"):
                     generate(model, prompt, cache)
 
 
@@ -180,7 +180,7 @@ def test_k_or_v_changed_in_inference_mode_is_refused(name: str) -> None:
         open_store(model) as store,
         TierStoreCache(store, prompt, model=model) as cache,
         torch.inference_mode(),
-        pytest.raises(ValueError, match="as the cache returned them"),
+        pytest.raises(ValueError, match="that the cache returned"),
     ):
         generate(model, prompt, cache)
 
@@ -199,7 +199,7 @@ def test_v_used_outside_attention_is_refused() -> None:
         return k, v
 
     give(model, use)
-    with refused(model, random_prompt(3 * PAGE), "as the cache returned them"):
+    with refused(model, random_prompt(3 * PAGE), "that the cache returned"):
         pass
     assert not seen
 
@@ -277,7 +277,7 @@ def test_a_layer_that_attends_to_another_layers_k_and_v_is_refused() -> None:
 
     give(model, keep, layers=(0,))
     give(model, lambda *_: kept["kv"], layers=(1,))
-    with refused(model, prompt, "as the cache returned them"):
+    with refused(model, prompt, "that the cache returned"):
         pass
 
     def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:

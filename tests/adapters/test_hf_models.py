@@ -53,7 +53,7 @@ OF_EACH_KIND = (
 """Models with plain attention, windows, a window only in the mask, experts, images, and images with own positions."""
 
 REFUSED = {
-    "DiffLlamaForCausalLM": "as the cache returned them",
+    "DiffLlamaForCausalLM": "that the cache returned",
     "BertLMHeadModel": "custom attention mask",
     "GptOssForCausalLM": "has attention sinks",
     "GraniteSWAForCausalLM": "has attention sinks",
@@ -61,7 +61,7 @@ REFUSED = {
     "VaultGemmaForCausalLM": "has a soft cap on attention logits",
     "Gemma4ForCausalLM": "head_dim=512 for layer 3 but head_dim=8 for others",
     "JetMoeForCausalLM": "computes K with 2 heads of dimension 128",
-    "DogeForCausalLM": " to K or V instead of attending",
+    "DogeForCausalLM": " to the K or V that the cache returned",
     "MiMoV2FlashForCausalLM": "computes K with 4 heads",
     "RecurrentGemmaForCausalLM": "keeps a state in addition to K and V",
     "FalconH1ForCausalLM": "keeps a state in addition to K and V",

@@ -88,7 +88,7 @@ def test_attention_changed_under_an_open_cache_is_noticed(model: LlamaForCausalL
     prompt = random_prompt(9)
     with open_store(model) as store, TierStoreCache(store, prompt, model=model) as cache:
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match=r'as the cache returned them.*attn_implementation="tierstore"'):
+        with pytest.raises(ValueError, match=r'that the cache returned.*attn_implementation="tierstore"'):
             generate(model, prompt, cache)
         model.set_attn_implementation("tierstore")
 

@@ -43,7 +43,7 @@ from tierstore.errors import ConfigError
                     "nvme": {"path": "/d", "capacity": 1 << 20, "codec": "exp"},
                 }
             },
-            r"nvme.codec must be one of none, int8, int8\+zstd with host.codec 'int8', got 'exp': ",
+            r"nvme.codec must be one of none, int8, int8\+zstd if host.codec is 'int8', got 'exp': ",
         ),
         ({"config": HOST, "load_timeout_s": 0}, "load_timeout_s must be .*, got 0"),
         ({"config": HOST, "put_off_s": -1}, "put_off_s must be a number of seconds from 0 to 3600, got -1"),

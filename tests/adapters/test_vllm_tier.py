@@ -344,7 +344,7 @@ def test_layers_of_attention_need_no_dtypes_of_states(module: ModuleType, tmp_pa
         ({"policy": "fifo"}, "nvme.policy"),
         ({"daily_writes": "1GiB"}, "nvme.daily_writes"),
         ({"codec": "int8"}, "nvme.codec"),
-        ({"codec": "exp"}, "nvme.codec must be none with KV of float32"),
+        ({"codec": "exp"}, "nvme.codec must be none if the KV dtype is float32"),
     ],
 )
 def test_settings_that_would_have_no_effect_are_refused(

@@ -109,13 +109,13 @@ def test_tenants_share_no_page_and_no_document() -> None:
         ("tenants: {a: [" + "0" * 64 + "]}", None),
         ("tenants: {a: [" + "f" * 63 + "]}", "SHA-256"),
         ("tenants: {a: []}", "must have a list"),
-        ("tenants: {}", "must contain only tenants"),
-        ("- a", "must contain only tenants"),
+        ("tenants: {}", "must list at least one tenant and nothing else"),
+        ("- a", "must list at least one tenant and nothing else"),
         ("tenants: {a b: [" + "0" * 64 + "]}", "name"),
         ("tenants: {a: [" + "0" * 64 + "], b: [" + "0" * 64 + "]}", "also has"),
         ("tenants: {a: [" + "0" * 64 + "], a: [" + "1" * 64 + "]}", "use each name only once"),
         ("tenants: {a: [", "must be valid YAML"),
-        ("tenants: {a: [" + "0" * 64 + "]}\nmore: 1", "must contain only tenants"),
+        ("tenants: {a: [" + "0" * 64 + "]}\nmore: 1", "must list at least one tenant and nothing else"),
     ],
 )
 def test_a_file_of_tenants_is_checked(tmp_path: Path, text: str, said: str | None) -> None:

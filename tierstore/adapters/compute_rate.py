@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LEAST_TOKENS = 512
-"""By default, steps with fewer prompt tokens are not measured: launching kernels dominates their time."""
+"""By default, steps with fewer prompt tokens than this are not measured: launching kernels dominates their time."""
 _OF_A_PROMPT = 16
-"""A request with fewer tokens in a step counts as decoding."""
+"""A request with fewer tokens than this in a step counts as decoding."""
 _MOSTLY = 0.9
 """A step is measured only if at least this fraction of its tokens are prompt tokens."""
 _STEPS_KEPT = 0.9
@@ -52,14 +52,14 @@ class ComputeRate:
 
     The time per token is modelled as a linear function of the number of tokens before it. Call ``ordered``
     before each step, and ``ended`` at least after those steps for which ``ordered`` returned True. Steps must
-    end in the order in which they were ordered. The first good step is ignored, because its time includes
+    end in the order of their ``ordered`` calls. Only good steps are measured: those that have at least
+    ``least_tokens`` prompt tokens and few other tokens. The first good step is ignored, because its time includes
     compilation and allocation.
 
     Args:
-        least_tokens: A good step has at least this many prompt tokens, and few other tokens. The default suits a GPU.
-        rough: Whether to measure also the first good step, and steps that are not good, until a second good step has
-            ended. Such measurements overestimate the time, because a token takes longer in a small step and the
-            step's other tokens take time too.
+        least_tokens: Minimum number of prompt tokens in a good step. The default suits a GPU.
+        rough: Whether all steps are measured until the second good step has ended. The time is then overestimated,
+            because a token takes longer in a small step, and the step's other tokens take time too.
     """
 
     def __init__(self, least_tokens: int = _LEAST_TOKENS, *, rough: bool = False) -> None:

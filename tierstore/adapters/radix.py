@@ -174,8 +174,8 @@ class RadixIndex:
         if isinstance(token_ids, str | bytes | bytearray):
             raise TypeError(f"token_ids must be a sequence of integers, got {type(token_ids).__name__}")
         try:
-            # Any byte order works: of two labels, the one that shares more leading bytes with a third label
-            # never shares fewer leading tokens with it.
+            # Any byte order works: a label that shares more leading bytes with the wanted label than another one
+            # does also shares at least as many leading tokens with it.
             packed = array("q", token_ids).tobytes()
         except OverflowError as error:
             raise ValueError("token_ids must fit in int64") from error

@@ -274,7 +274,7 @@ def _layout(codec: str, described: Mapping[str, Any], nbytes: int) -> PageLayout
     if dtype not in _CODED:
         if codec != "none":
             raise ConfigError(
-                f"nvme.codec must be none with KV of {dtype}, got {codec}: that codec needs {' or '.join(_CODED)}"
+                f"nvme.codec must be none if the KV dtype is {dtype}, got {codec}, which needs {' or '.join(_CODED)}"
             )
         return None
     spec = PageSpec(

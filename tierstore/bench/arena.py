@@ -85,7 +85,7 @@ def arena_rows(device: str, nbytes: int) -> list[Row]:
     arena.close()
     del arena
     rows = [
-        Row("touching as much once, before anything else", before, "s"),
+        Row("first touch of as much memory, before the measurement", before, "s"),
         Row("first GiB usable", first, "s", 0.3),
         Row(f"{size / 2**30:.2f} GiB usable", whole, "s"),
     ]
@@ -93,6 +93,6 @@ def arena_rows(device: str, nbytes: int) -> list[Row]:
         start = perf_counter()
         torch.empty(size, dtype=torch.uint8, pin_memory=True)
         theirs = perf_counter() - start
-        rows.append(Row("torch.empty(pin_memory=True) of as much", theirs, "s"))
+        rows.append(Row("torch.empty(pin_memory=True) of the same size", theirs, "s"))
         rows.append(Row("times sooner", theirs / whole, "x", at_least=3.0))
     return rows

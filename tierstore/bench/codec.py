@@ -108,13 +108,13 @@ def _ratio(pages: list[Bytes], payloads: list[Bytes]) -> Row:
     raw = sum(page.nbytes for page in pages)
     left = (len(pages) - len(payloads)) * pages[0].nbytes
     stored = sum(payload.nbytes for payload in payloads) + left
-    return Row("exp: raw bytes by stored bytes", raw / stored, "x", at_least=1.45)
+    return Row("exp: raw bytes / stored bytes", raw / stored, "x", at_least=1.45)
 
 
 def _zstd_alone(pages: list[Bytes]) -> Row:
     compressor = zstandard.ZstdCompressor(level=1)
     stored = sum(len(compressor.compress(page.data)) for page in pages)
-    return Row("zstandard 1 on the raw page", sum(page.nbytes for page in pages) / stored, "x")
+    return Row("zstandard level 1 on the unencoded page", sum(page.nbytes for page in pages) / stored, "x")
 
 
 def _limits(geometry: Geometry, pages: list[Bytes]) -> list[Row]:
@@ -192,10 +192,10 @@ def _rates(what: str, goal: float, seconds: float, make: Make) -> list[Row]:
         together.append(_run(2, seconds, make))
     one, two = max(rate.elapsed for rate in alone), max(rate.elapsed for rate in together)
     return [
-        Row(f"{what}, a core's own time", max(rate.core for rate in alone), "MB/s", at_least=goal),
+        Row(f"{what}, per second of CPU time", max(rate.core for rate in alone), "MB/s", at_least=goal),
         Row(f"{what}, one thread, elapsed", one, "MB/s"),
         Row(f"{what}, two threads, elapsed", two, "MB/s"),
-        Row(f"{what}, two threads by one", two / one if one else 0.0, "x", at_least=1.8),
+        Row(f"{what}, two threads / one thread", two / one if one else 0.0, "x", at_least=1.8),
     ]
 
 
@@ -241,7 +241,7 @@ def synthetic(tokens: int, page_size: int) -> Sample:
     for _ in range(max(1, tokens // page_size)):
         drawn = chance.standard_normal(spec.shape, dtype=np.float32) * scales
         pages.append((drawn.view(np.uint32) >> 16).astype("<u2").reshape(-1).view(np.uint8))
-    return Sample(spec, pages, "synthetic bfloat16: normal numbers, a scale a channel")
+    return Sample(spec, pages, "synthetic bfloat16: normally distributed, with one scale per channel")
 
 
 def sample(reader: Reader, name: str, text: str, tokens: int, page_size: int) -> Sample:

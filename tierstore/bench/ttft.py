@@ -387,9 +387,8 @@ class Ask:
         if available is None or needed <= available:
             return
         raise ConfigError(
-            f"--shape {self.shape} has {format_size(self.weights_nbytes)} of weights, and together with the pages of "
-            f"--prefix {self.prefix} it needs {format_size(needed)} {where}, but only {format_size(available)} are "
-            "available; use a smaller --prefix, or --shape tiny"
+            f"the weights of --shape {self.shape} and the pages of --prefix {self.prefix} need {format_size(needed)} "
+            f"{where}, but only {format_size(available)} are available; use a smaller --prefix, or --shape tiny"
         )
 
     def prompt(self, prefix: int) -> torch.Tensor:

@@ -93,7 +93,7 @@ class _Ending:
         raise self._leaving
 
     def insist(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle the timer: raise SystemExit again, unless the command is already cleaning up after the last one."""
+        """Handle the timer: raise SystemExit again, unless the command is already handling the previous one."""
         error = sys.exception()
         while error is not None:
             if error is self._leaving:

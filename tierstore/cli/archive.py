@@ -97,8 +97,8 @@ def export(
             wanted = listed or (source.keys() if document is None else document.keys(source))
             if not wanted and document is not None:
                 raise ConfigError(
-                    f"no stored page begins with the document {doc}: {model} has not read it into {path}, either as "
-                    f"the first words of a chat or on its own. {_READ_FIRST}"
+                    f"{path} has no pages of the document {doc}: {model} has not read it there at the start of a "
+                    f"chat or on its own. {_READ_FIRST}"
                 )
             done = _run(write_archive(out, wanted, source, show))
     _say_exported(done)
@@ -228,7 +228,7 @@ def _choose(source: ClosedSource, path: Path, listed: list[PageKey] | None, loss
     there = ", ".join(f"{name}: {count}" for name, count in found.items())
     if loss_class and found and loss_class not in found:
         raise ConfigError(
-            f"--loss-class must be one of {', '.join(found)}, the classes of this model's pages in {path}, "
+            f"--loss-class must be one of {', '.join(found)} (the classes of this model's pages in {path}), "
             f"got {loss_class!r}"
         )
     if not loss_class and len(found) > 1:

@@ -97,8 +97,8 @@ def core(
     """Measure the metadata core: time and memory per page, longest lock hold, and time to open a large catalogue.
 
     Also measures how much CPU time a restore from HOST takes, without a codec and with int8, compared with the
-    time of the transfer itself. For the same number of blocks, it measures the time that the vLLM connector
-    needs in vLLM's scheduler.
+    time of the transfer itself, and how much time the vLLM connector takes in vLLM's scheduler for the same
+    number of blocks.
 
     Takes about two minutes with the default sizes. The catalogue is a sparse file, but the disk must have free
     space for its full size.
@@ -115,18 +115,18 @@ def core(
         option, most = max(counts.items(), key=lambda each: each[1])
         require_memory({option: most * PAGE_NBYTES}, most * PAGE_NBYTES)
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
-        progress.print("times of the tables and of calls")
+        progress.print("measuring the time per page of the tables and of calls")
         found += measured.reserve_and_commit(pages)
         found += measured.calls(pages)
-        progress.print(f"a restore of {restored} pages without a GPU")
+        progress.print(f"measuring a restore of {restored} pages without a GPU")
         found += restore.rows(restored, 16, "none") + restore.rows(restored, 16, "int8")
-        progress.print(f"vLLM's scheduler with {restored} blocks")
+        progress.print(f"measuring the connector in vLLM's scheduler with {restored} blocks")
         found += measured.scheduler_rows(restored)
-        progress.print(f"lock holds while {put_pages} pages move")
+        progress.print(f"measuring lock hold times while {put_pages} pages are copied")
         found += measured.lock_holds(put_pages, Path(folder) / "held")
-        progress.print(f"memory of {records} pages")
+        progress.print(f"measuring the memory that {records} pages take")
         found += measured.memory(records)
-        progress.print(f"a catalogue of {records} records")
+        progress.print(f"opening a catalogue of {records} records")
         for payload in ("lmdb", "extents"):
             found += measured.reopen(records, Path(folder) / f"reopened-{payload}", payload)
     _show_core(measurement.device(), found, as_json)
@@ -178,7 +178,7 @@ def nvme(
             ways |= study("contenders").CONTENDERS
         else:
             progress.print(
-                "skipping plain LMDB and a file per page: they are part of a checkout of TierStore"
+                "not measuring plain LMDB or one file per page: this needs a checkout of TierStore"
             )
     with refusals(as_json), TemporaryDirectory(prefix="tierstore-bench-", dir=place) as folder:
         for page_nbytes in pages:
@@ -437,10 +437,10 @@ def attention(
         rounded = (batch * -(-(context // batch) // page_size) * page_size for batch in together)
         pool = Pool(device, max([context + max(new, default=0), *rounded]), layers, page_size)
         for batch in together:
-            progress.print(f"decoding {batch} of {context // batch} tokens")
+            progress.print(f"decoding a batch of {batch}, each with {context // batch} tokens of context")
             found.append(decode_row(pool, batch, context // batch, pairs))
         for queries in new:
-            progress.print(f"{queries} new tokens over {context}")
+            progress.print(f"computing {queries} new tokens after {context} tokens of context")
             found.append(prefill_row(pool, context, queries, min(filled, layers), pairs))
     name = name_of(device)
     _show_attention(name, found)
@@ -540,9 +540,9 @@ def codec(
             sample, names, floor, found = _of_model(
                 folder, docs or [], texts, (prefix, following, page_size, tokens)
             )
-        progress.print(f"exp in detail: {sample.source}")
+        progress.print(f"measuring exp in detail: {sample.source}")
         details = measured.codec_rows(sample, seconds)
-        progress.print("two threads against one")
+        progress.print("comparing two threads with one")
         scaling = measured.scaling_rows(sample, seconds)
         if plot is not None:
             _draw(found, floor, f"{sample.spec.model}: {', '.join(names)}", plot)
@@ -612,8 +612,10 @@ def _of_model(
         raise ConfigError(str(error)) from error
     cases, floors = [case for case, _ in read], [found for _, found in read]
     floor, spread = fidelity.mean(floors), fidelity.standard_error([each.kl for each in floors])
-    progress.print(f"{', '.join(texts)}: {prefix} tokens each, then {following}")
-    progress.print(f"floor, read in pieces of {fidelity.PIECE}: KL {floor.kl:.2e} +- {spread:.1e}")
+    progress.print(f"{', '.join(texts)}: a prefix of {prefix} tokens each, then {following} tokens")
+    progress.print(
+        f"floor (no codec, prefix read {fidelity.PIECE} tokens at a time): KL {floor.kl:.2e} +- {spread:.1e}"
+    )
     found = []
     for name in fidelity.NAMES:
         found.append(fidelity.codec_row(name, cases[0].spec, [case.pages for case in cases], reader, cases))
@@ -662,7 +664,7 @@ def _show_codecs(
     console = wide_console()
     console.print(table)
     if floor is not None:
-        console.print(f"floor, the same tokens read in pieces: KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
+        console.print(f"floor (no codec, tokens read in pieces): KL {floor.kl:.2e}, top-1 {floor.top1:.3f}")
     for title, told in details.items():
         console.print(table_of(title, told))
     for name, value in facts.items():
@@ -718,7 +720,7 @@ def overlap(
         require_memory({"--restored": lease}, host_nbytes(device, lease))
         beside_nbytes = 2 * (reading + streamed) if device == "cpu" else streamed
         require_memory({"--read": reading, "--batch": streamed}, beside_nbytes)
-        progress.print("a lease restored under compute")
+        progress.print("restoring a lease while layers are computed")
         hidden = overlap_rows(device, spec, lease, rounds, matrix, parts)
         beside = _beside(device, reading, times, streamed, rounds)
     name = name_of(device)
@@ -751,7 +753,7 @@ def _beside(device: str, read: int, times: int, batch: int, pairs: int) -> list[
     for path, size, ways in _WAYS:
         if device == "cpu" and path == "kernel":
             continue
-        progress.print(f"kernels beside pages, {path}")
+        progress.print(f"running kernels while pages are copied: {path}")
         pages = Pages(device, size_of("size", size), batch, path)
         try:
             found += [beside_row(kernel, pages, d, times, pairs) for kernel in kernels for d in ways]
@@ -961,7 +963,7 @@ def _names(words: str) -> list[str]:
 
 def _tell_ttft(row: TtftRow, found: list[TtftRow]) -> None:
     found.append(row)
-    beside = f", {row.ratio:.3f} of the {row.floor}'s {row.floor_ms:.1f} ms" if row.ratio else ""
+    beside = f", {row.ratio:.3f} times the floor ({row.floor}, {row.floor_ms:.1f} ms)" if row.ratio else ""
     progress.print(f"{row.tier} {row.codec}: {row.ttft_ms:.1f} ms{beside}")
 
 
@@ -987,7 +989,7 @@ def _show_ttft(name: str, found: list[TtftRow]) -> None:
     if computed is not None:
         for (tier, codec), taken in by_way.items():
             if tier != "none":
-                console.print(f"{tier} {codec}: {computed.ttft_ms / taken:.1f} times sooner")
+                console.print(f"{tier} {codec}: {computed.ttft_ms / taken:.1f}x faster than computing")
     for (tier, codec), taken in by_way.items():
         if whole and tier == "HOST" and codec != "none":
-            console.print(f"HOST {codec}: {taken / whole:.3f} of HOST none")
+            console.print(f"HOST {codec}: {taken / whole:.3f} of the time from HOST with codec none")

@@ -123,7 +123,7 @@ def packages() -> Iterator[Check]:
         )
     for name, extra in PACKAGES_OF_EXTRAS.items():
         version = _version(name)
-        why = f"part of an extra: run pip install 'tierstore[{extra}]'"
+        why = f"needed only for the extra {extra}: run pip install 'tierstore[{extra}]'"
         yield Check(name, version) if version else Check(name, "missing", "note", why)
 
 
@@ -192,7 +192,7 @@ def memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("memlock limit", "unlimited")
-    why = "CUDA can pin more than that, but mlock() cannot: run ulimit -l unlimited"
+    why = "mlock() cannot lock more memory than this (CUDA can): to raise the limit, run ulimit -l unlimited"
     return Check("memlock limit", format_size(soft), "note", why)
 
 

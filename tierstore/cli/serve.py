@@ -185,7 +185,7 @@ def _run(
     made = () if documents is None else missing_folders(documents.absolute())
     try:
         library = Library(documents)
-        progress.print("reading the weights, which are part of the pages' identity")
+        progress.print("hashing the weights, because the page keys contain their digest")
         specs = _specs(reader, settings)
         progress.print("opening the store")
         opened = TierStore.open(settings, specs, name=reader.name)

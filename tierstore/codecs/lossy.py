@@ -331,7 +331,7 @@ class CodeExpander:
 MOST_STORED = 0.9
 """If a payload would be larger than this fraction of its page, the page is stored unencoded.
 
-So small a saving is not worth the loss.
+Such a small saving is not worth the loss.
 """
 
 _PART = 1 << 16  # elements processed at a time, so that they stay in the processor's cache

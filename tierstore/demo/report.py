@@ -77,9 +77,7 @@ def judge(outcome: Outcome) -> list[Claim]:
         equal,
         _documents_do_not_fit(outcome),
         *_hits_before(outcome, before),
-        Claim(
-            f"after the restart, which left pages only on the disk, hits: {_counts(after)}", after["NVME"] > 0
-        ),
+        Claim(f"hits after the restart, when pages were only on disk: {_counts(after)}", after["NVME"] > 0),
         faster,
     ]
     if outcome.in_turn is not None:
@@ -94,12 +92,12 @@ def _documents_do_not_fit(outcome: Outcome) -> Claim:
     sizes = outcome.sizes
     if sizes.fit:
         return Claim(
-            f"more documents than memory: HBM and host memory ({sizes.hbm + sizes.host} pages) hold all of them "
-            f"({sizes.documents}); give a smaller --hbm-documents or a larger --tokens",
+            f"more documents than memory: HBM and host memory ({sizes.hbm + sizes.host} pages) hold all documents "
+            f"({sizes.documents} pages); give a smaller --hbm-documents or a larger --tokens",
             None,
         )
     return Claim(
-        f"the documents ({sizes.documents} pages) do not fit HBM and host together ({sizes.hbm + sizes.host})",
+        f"the documents ({sizes.documents} pages) do not fit into HBM and host memory ({sizes.hbm + sizes.host} pages)",
         True,
     )
 
@@ -245,7 +243,7 @@ def in_turn(found: InTurn) -> str:
 
 def _span(seconds: Sequence[float]) -> str:
     if not seconds:
-        return "no time at all"
+        return "an unknown time (only one document)"
     return f"{min(seconds):.2f} to {max(seconds):.2f} s (median {median(seconds):.2f})"
 
 
@@ -279,7 +277,7 @@ def _cells(row: Row) -> Iterator[str]:
 
 
 def _over_exact(outcome: Outcome) -> str:
-    return "" if all(row.exact for row in outcome.rows) else " from pages that no lossy codec has touched"
+    return "" if all(row.exact for row in outcome.rows) else " from pages that no lossy codec has changed"
 
 
 def _compare(console: Console, outcome: Outcome) -> None:

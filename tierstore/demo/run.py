@@ -176,7 +176,7 @@ def lost(answer: StoredAnswer, prompt_tokens: int) -> tuple[int, str]:
     if count <= 0:
         return 0, ""
     because = answer.missing_because
-    return count, "they had left the store" if because is None else _WHY.get(because, because)
+    return count, "they were no longer in the store" if because is None else _WHY.get(because, because)
 
 
 def open_store(session: Session, plan: Plan) -> TierStore:
@@ -380,11 +380,7 @@ def _prepare(
     say(
         f"documents: {sizes.documents} pages of {mib:.2f} MiB; HBM {sizes.hbm} pages ({sizes.hbm * mib:.0f} MiB), "
         f"host {sizes.host} pages ({sizes.host * mib:.0f} MiB): "
-        + (
-            "all of them fit"
-            if sizes.fit
-            else f"together {sizes.documents - sizes.hbm - sizes.host} pages too small for them"
-        )
+        + ("all of them fit" if sizes.fit else f"{sizes.documents - sizes.hbm - sizes.host} pages do not fit")
     )
     plan = Plan(
         model=str(model),

@@ -93,7 +93,7 @@ class MemoryOnly:
             self.permit(key)
 
     def permit_refused(self) -> None:
-        """Queue all pages that admission refused, and the pages before them, for ``lift`` to end their restriction."""
+        """Queue all pages that admission refused, and the pages before them, for ``lift``."""
         if not self.frozen:
             self._lifting.update(dict.fromkeys(self.refused))
 

@@ -380,8 +380,8 @@ class Space:
             wanted: Number of pages to make space for.
             now: The current monotonic time.
             above: The upper tier from which pages are to be copied into the space, or None.
-            spared: A page that must not be dropped, or None: the parent of the page that needs the space.
-                Without its parent, the page that needs the space would be unreachable.
+            spared: The parent of the page that needs the space, or None. It is not dropped, because the page
+                that needs the space would then be unreachable.
         """
         below = self.below(tier)
         if below is None or self.room(tier) >= wanted:

@@ -309,7 +309,7 @@ class Leases:
     # -- internals ----------------------------------------------------------------------------------------------
 
     def _attach(self, lease: LeaseRecord, keys: Sequence[PageKey], now: float) -> str | None:
-        """Extend a lease by a non-empty prefix of ``keys``.
+        """Extend a lease by pages that are available now: the first of ``keys``, and possibly some that follow it.
 
         Returns:
             None, or the reason why the first page cannot be added.
@@ -350,7 +350,7 @@ class Leases:
             self._hit([key for _, key in run], source)
 
     def _load(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], now: float) -> str | None:
-        """Start loading a prefix of ``keys`` from the fastest tier that has the first page.
+        """Start loading pages from the fastest tier that has the first of ``keys``, up to the first that cannot start.
 
         Returns:
             The reason why the first page cannot be loaded, or None.
@@ -380,7 +380,10 @@ class Leases:
         return None
 
     def _given(self, slots: Sequence[int], keys: Sequence[PageKey], source: Tier) -> list[tuple[int, int]]:
-        """Pin the sources of a prefix of ``keys``, and pair them with the engine's slots.
+        """Pin, in ``source``, the longest prefix of ``keys`` that is readable there.
+
+        Returns:
+            For each page of that prefix, the engine's slot and the slot in ``source``.
 
         Raises:
             LeaseError: Another page is being loaded into one of the slots.

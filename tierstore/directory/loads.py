@@ -350,7 +350,7 @@ class Promotions:
         return Promoted(tuple(started), covered, in_force, in_flight, len(self._moving[tier]))
 
     def end(self, limit: int) -> bool:
-        """Let go of up to ``limit`` pages that were kept for ended hints. Return whether any remain."""
+        """Stop keeping up to ``limit`` pages that were kept for ended hints. Return whether any remain."""
         self._take_ended()
         while self._ending and limit > 0:
             if self._ending[0]:
@@ -397,7 +397,7 @@ class Promotions:
     def _find_room(self, tier: Tier, over: Sequence[Hint]) -> bool:
         """Return whether a slot is available without evicting a page that must be kept.
 
-        If necessary, let go of pages that were kept for the hints in ``over``, those of the last hint first.
+        If necessary, stop keeping pages that were kept for the hints in ``over``, those of the last hint first.
         """
         later = [hint.request_id for hint in over]
         rank = len(later) - 1

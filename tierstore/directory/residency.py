@@ -743,9 +743,9 @@ class Residency:
     # -- pins and uses ------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[PageKey], tier: Tier) -> list[int]:
-        """Pin the copies of a prefix of ``keys``, until ``unpin`` is called. The copies may be in flight.
+        """Pin the copies of the longest prefix of ``keys`` that has copies in the tier, until ``unpin`` is called.
 
-        The prefix ends before the first page that has no copy in the tier.
+        The copies may be in flight.
 
         Returns:
             The slots of the pinned copies.

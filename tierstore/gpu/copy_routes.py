@@ -281,7 +281,7 @@ def _point(
     short, long = measure(way, direction, nbytes, FEW), measure(way, direction, nbytes, many)
     piece = max(
         (long - short) / (many - FEW), long / many / 10
-    )  # more pieces always take longer, even if the clock disagrees
+    )  # more pieces take longer; a measurement that contradicts this is inaccurate
     return Point(nbytes, max(0.0, long - many * piece), piece)
 
 

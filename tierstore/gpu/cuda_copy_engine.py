@@ -54,7 +54,7 @@ class PinnedHost(Protocol):
 
     @property
     def pinned_slots(self) -> int:
-        """Return the number of slots that are pinned so far, counted from slot 0."""
+        """Return the number of slots that have been pinned so far, counted from slot 0."""
         ...
 
     @property

@@ -1,5 +1,4 @@
-"""Slabs: staging buffers in HBM for pages that are transferred in another form than they have in their slots.
-
+"""Slabs: staging buffers in HBM for pages whose transferred form differs from their form in the slots.
 A slab consists of rows. A row contains one page, or some of its layers, in the form that is transferred: the
 scattered pieces of an engine's page packed together, or a codec payload. Whole rows are transferred at the
 full speed of the link. Kernels convert them to pages at the speed of HBM, on a separate stream, while the

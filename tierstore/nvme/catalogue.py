@@ -259,8 +259,7 @@ class Catalogue:
         return self._env.entry(key) is not None
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether it is unknown, after a failed commit, which slot the entry of this page refers to.
-
+        """Return whether, since a failed commit, it is unknown which slot the entry of this page refers to.
         The next committed change of the entry ends this state.
         """
         return self._records.in_doubt(key)

@@ -194,7 +194,7 @@ def _marker_fault(home: Path) -> str | None:
 
 
 def _has_own_shard(home: Path) -> bool:
-    """Return whether ``home`` has a sub-directory whose marker has the fingerprint that is in the directory's name."""
+    """Return whether ``home`` has a sub-directory with a marker that matches the sub-directory's name."""
     for directory, fingerprint, _ in shard_directories(home):
         marker = read_marker(directory)
         if marker is not None and marker.fingerprint == fingerprint:
@@ -321,7 +321,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(raw)
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def odd_kind(path: Path) -> str | None:

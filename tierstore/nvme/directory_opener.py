@@ -274,7 +274,8 @@ def _lock(directory: Path, take: Callable[[Path], FileLock | int | None] = FileL
     if isinstance(lock, FileLock):
         return lock
     raise ConfigError(
-        f"nvme.path is {directory.parent}, in use by {f'process {lock}' if lock else 'processes that read it'}; "
+        f"nvme.path is {directory.parent}, which is in use by "
+        f"{f'process {lock}' if lock else 'processes that read it'}; "
         "close the store there or choose another directory (a directory can be open in one process at a time, or in "
         "any number of processes if all set nvme.read_only)"
     )

@@ -173,7 +173,7 @@ class Environment:
         env = self._env
         if env is None:
             self._inside.pop()
-            raise lmdb.PanicError("the catalogue is closed and could not be reopened yet")
+            raise lmdb.PanicError("the catalogue is closed, because it could not be reopened after an error")
         return env
 
     def leave(self) -> None:

@@ -57,7 +57,7 @@ class Coding:
         if self.held != "none" and self.name not in allowed_over(self.held):
             allowed = ", ".join(allowed_over(self.held))
             raise ValueError(
-                f"codec must be one of {allowed} with host.codec {self.held!r}, got {self.name!r}"
+                f"codec must be one of {allowed} if host.codec is {self.held!r}, got {self.name!r}"
             )
 
     @property
@@ -159,5 +159,5 @@ class Decoders:
         record_format.decode(head, payload, page, self.of(head.codec))
         if not self._packer.pack(page, slot):
             raise UnfitError(
-                f"the page has values that {form.codec!r}, the codec of host memory, cannot represent"
+                f"the codec of host memory ({form.codec!r}) cannot represent some values of the page"
             )

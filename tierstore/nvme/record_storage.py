@@ -104,7 +104,7 @@ class Records(Protocol):
         ...
 
     def in_doubt(self, key: PageKey) -> bool:
-        """Return whether it is unknown, after a failed transaction, which slot the entry of ``key`` refers to."""
+        """Return whether, since a failed transaction, it is unknown which slot the entry of ``key`` refers to."""
         ...
 
     def close(self) -> None:

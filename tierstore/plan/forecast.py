@@ -124,7 +124,7 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
     free = disk.f_bavail * disk.f_frsize
     if capacity > free and not config.nvme.read_only:
         refused.append(
-            f"nvme.capacity must be at most {exact_size(free)}, the free space at {place} (space that an existing "
+            f"nvme.capacity must be at most {exact_size(free)} (the free space at {place}; space that an existing "
             f"store already uses is not counted as free), got {exact_size(capacity)}"
         )
 
@@ -372,7 +372,7 @@ def _of_tiers(found: Sizes) -> Iterator[str]:
     nvme = found.of(Tier.NVME)
     above = sum(size.pages or 0 for size in found.tiers if size.tier < Tier.NVME)
     if nvme is not None and nvme.pages is not None and nvme.pages < above:
-        yield f"NVME holds {nvme.pages} pages, but the tiers above it hold {above}, so not all of these can be saved"
+        yield f"NVME holds {nvme.pages} pages, but the tiers above it hold {above}, so it cannot save all of them"
 
 
 def _of_documents(documents: Sequence[Document], layout: PageLayout, found: Sizes) -> Iterator[str]:

@@ -420,7 +420,7 @@ def _layer_types(fields: Fields, kinds: Any, layers: int) -> list[str]:
     others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if others:
         raise ConfigError(
-            f"{fields.source}: each of layer_types must be full_attention or sliding_attention, "
+            f"{fields.source}: every entry of layer_types must be full_attention or sliding_attention, "
             f"got {', '.join(others)}"
         )
     return kinds

@@ -142,7 +142,7 @@ class Simulation:
         return self.directory.space.room(Tier.HBM) > before
 
     def _run(self, now: float) -> None:
-        """Acknowledge pending copies as complete, and then the copies that follow from them, until none is left."""
+        """Acknowledge all pending copies as complete, including copies that these acknowledgements cause."""
         directory, more = self.directory, True
         while more:
             acks = [self._ack(c) for c in directory.take_commands() if isinstance(c, Transfer)]

@@ -69,7 +69,9 @@ class Tenants:
             ) from error
         found = tree.get("tenants") if isinstance(tree, dict) and len(tree) == 1 else None
         if not isinstance(found, dict) or not found:
-            raise ConfigError(f"--keys {file} must contain only tenants, at least one; expected {_ALLOWED}")
+            raise ConfigError(
+                f"--keys {file} must list at least one tenant and nothing else; expected {_ALLOWED}"
+            )
         try:
             return cls(found)
         except ConfigError as error:

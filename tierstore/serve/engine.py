@@ -108,7 +108,7 @@ class Line:
     def drop_all(self) -> list[Asked]:
         """Remove and return all requests, and withdraw their hints.
 
-        This must be the last call, when the engine ends.
+        This must be the last call, made when the engine stops.
         """
         found = list(self._line)
         self._line.clear()

@@ -16,7 +16,7 @@ class Figures:
     """The metrics of one engine, in a separate Prometheus registry. Thread-safe.
 
     ``active`` and ``waiting`` are called at each scrape. ``active`` returns the number of requests that are being
-    computed, and ``waiting`` the number of requests in the queue.
+    computed, and ``waiting`` returns the number of requests in the queue.
     """
 
     def __init__(self, active: Callable[[], int], waiting: Callable[[], int]) -> None:
@@ -28,7 +28,7 @@ class Figures:
             self._requests.labels(outcome)
         self._prompt = Counter(
             "tierstore_serve_prompt_tokens",
-            "Tokens of answered prompts, by the tier in which they were found, or computed if in none.",
+            "Prompt tokens of completed requests, by the tier in which they were found, or as computed.",
             ["source"],
             registry=self._registry,
         )

@@ -75,14 +75,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A progress report: ``tokens`` tokens of the prompt have been reused or computed so far."""
+    """A progress report. ``tokens`` is the number of prompt tokens that have been reused or computed so far."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next one or more characters of the answer."""
+    """The next part of the answer. ``text`` has at least one character."""
 
     text: str
 

@@ -83,7 +83,7 @@ class Listener:
         self._ticket.wait()
 
     async def first(self) -> None:
-        """Wait for the first piece of the answer, or for its end. Iteration still yields this piece or end first.
+        """Wait for the first event: a piece of the answer, or the end of the request. Iteration still yields it.
 
         Raises:
             FailedError: The request failed before the first piece.
@@ -198,7 +198,7 @@ async def _whole(listener: Listener, shape: Shape) -> dict[str, Any]:
             case Done():
                 listener.end()
                 return shape.whole(text, event)
-    raise AssertionError("the engine's events ended without one that finishes the request")
+    raise AssertionError("the engine sent no more events before the request was complete")
 
 
 class _Stream(EventSourceResponse):

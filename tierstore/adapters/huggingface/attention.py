@@ -256,8 +256,8 @@ class OpaqueTensor(torch.Tensor):
                     return args[0]
         name = getattr(func, "__self__", func) if getattr(func, "__name__", "") == "__get__" else func
         raise ValueError(
-            f"the model applies {getattr(name, '__name__', name)} to K or V instead of attending to them as the cache "
-            "returned them, so the pages do not contain the values that it attends to. Load the model with "
+            f"the model applies {getattr(name, '__name__', name)} to the K or V that the cache returned, so it attends "
+            "to values that the pages do not contain. Load the model with "
             f'attn_implementation="{ATTENTION}". If you already did, run the model without TierStoreCache'
         )
 
@@ -568,17 +568,17 @@ def _checked_call(
     handed, name = layer.handed, type(module).__name__
     if handed is None or not handed.is_whole(key, value):
         raise ValueError(
-            f"{name} does not attend to K and V as the cache returned them, so the pages do not contain the values "
-            "that it attends to: run this model without TierStoreCache"
+            f"{name} attends to other K and V than those that the cache returned, so the pages do not contain them: "
+            "run this model without TierStoreCache"
         )
     key, value = handed.plain
     rows, kv_heads, width, dim = key.shape
     found = (query.shape[0], query.shape[2], query.shape[3])
     if found != (rows, width, dim) or query.shape[1] % kv_heads:
         raise ValueError(
-            f"{name} attends with queries of shape {tuple(query.shape)} over new K of shape {tuple(key.shape)}, both "
-            "[rows, heads, tokens, head_dim]: TierStoreCache needs one query for each new token, and a whole number of "
-            "query heads for each K/V head"
+            f"{name} uses queries of shape {tuple(query.shape)} with new K of shape {tuple(key.shape)} (rows, heads, "
+            "tokens, head_dim), but TierStoreCache needs one query for each new token, and a whole number of query "
+            "heads for each K/V head: run this model without TierStoreCache"
         )
     return key, value
 

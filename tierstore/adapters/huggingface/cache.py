@@ -232,7 +232,7 @@ class PagedCache(Cache):
         self._seen = False
         self._masks: list[tuple[torch.Tensor | None, int]] = []
         self._positions: list[torch.Tensor] = []
-        """The position tensors that passed the check in the current pass. ``_masks`` contains the masks that did."""
+        """The position tensors that passed the check in the current pass. ``_masks`` contains such mask tensors."""
         self._rate: ComputeRate | None = None
         """The compute rate that measures the current pass. None if the pass is not measured."""
         self._asked = 0

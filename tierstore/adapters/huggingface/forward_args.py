@@ -126,8 +126,8 @@ def check_positions(positions: torch.Tensor, paddings: Sequence[int], columns: i
             f"a cache of {columns} columns was given {width} tokens at wrong positions: the last token of each row is "
             f"at {_listed(positions[..., -1].flatten().tolist())}, but must be at {_listed(wanted[:, -1].tolist())}. "
             f"Create a TierStoreCache for each call of generate. If prompts are padded (here by "
-            f"{_listed(paddings)} columns) or contain the pad token, give TierStoreCache and generate the same "
-            "attention_mask of ones and zeros"
+            f"{_listed(paddings)} columns) or contain the pad token, pass the same attention_mask of ones and zeros to "
+            "TierStoreCache and to generate"
         )
 
 
@@ -150,7 +150,7 @@ def check_mask(mask: torch.Tensor | None, paddings: Sequence[int]) -> None:
     if not visible:
         raise ValueError(
             f"the attention mask must hide only the padding that this cache was created for ({_listed(paddings)} "
-            "columns on the left of the rows): give TierStoreCache and generate the same attention_mask"
+            "columns on the left of the rows): pass the same attention_mask to TierStoreCache and to generate"
         )
 
 
@@ -173,7 +173,7 @@ def fed_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def fed_again(args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, paddings: Sequence[int]) -> bool:
-    """Return whether a call feeds both new columns and, before them, the ``columns`` columns already in the cache."""
+    """Return whether a call feeds the ``columns`` columns that are already in the cache again, then new ones."""
     ids = _input_ids(args, kwargs)
     if ids is None or not 0 < columns < ids.shape[1]:
         return False

@@ -192,8 +192,8 @@ def plain_model(model: Any) -> PreTrainedModel:
         if moving:
             kind = type(model.peft_config[moving[0]]).__name__
             raise ValueError(
-                f"the adapter {moving[0]!r} of the PEFT model ({kind}) is weighted or switched on by the whole input "
-                "(X-LoRA, aLoRA), so K/V of a token would depend on later tokens and pages cannot be reused: serve the "
+                f"the effect of adapter {moving[0]!r} of the PEFT model ({kind}) depends on the whole input (X-LoRA, "
+                "aLoRA), so K/V of a token would depend on later tokens and pages cannot be reused: serve the "
                 "model without TierStore, or delete this adapter"
             )
         return plain_model(model.get_base_model())

@@ -392,7 +392,7 @@ class Walk:
         self.at_random: str | None = None
         """Location of a module in training mode whose results are random or depend on other tokens."""
         self.unknown: dict[str, str] = {}
-        """For the location of each object that cannot be described: a phrase with its location and type."""
+        """The objects that cannot be described, by location. The value is a phrase with the location and the type."""
         self.base_marks: list[tuple[str, int, tuple[int, int]]] = []
         """Tensors of the model without adapters: name, ID, and the address and write count from ``_mark``."""
         self._contents = contents

@@ -173,7 +173,7 @@ def _for_engine(config: StoreConfig) -> StoreConfig:
         )
     if host != "none" and disk not in allowed_over(host):
         raise ConfigError(
-            f"nvme.codec must be one of {', '.join(allowed_over(host))} with host.codec {host!r}, got {disk!r}: pages "
+            f"nvme.codec must be one of {', '.join(allowed_over(host))} if host.codec is {host!r}, got {disk!r}: pages "
             "are written to disk in the form that they have in host memory"
         )
     return config

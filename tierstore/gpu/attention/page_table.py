@@ -189,7 +189,7 @@ class Paging:
             found = [field.name for field in fields(Shape)]
             found = [name for name in found if getattr(self.shape, name) != getattr(before[1], name)]
             raise ValueError(
-                f"with max_pages, every plan must have the first plan's shape and its batch of {before[0]} sequences, "
+                f"with max_pages, every plan must have the shape and the batch size ({before[0]}) of the first plan, "
                 f"got a batch of {self.batch}" + "".join(f" and a different {name}" for name in found)
             )
 
