@@ -58,7 +58,7 @@ def check_sections(config: StoreConfig, layout: PageLayout) -> None:
     """Raise ConfigError if the sections contradict each other, or do not suit the pages or the machine."""
     if config.page_size is not None and config.page_size != layout.page_size:
         raise ConfigError(
-            f"page_size must be {layout.page_size}, as in the PageSpec, or be left out, got {config.page_size}"
+            f"page_size must be {layout.page_size} (as in the PageSpec) or left out, got {config.page_size}"
         )
     if config.hbm is None and config.host is None and config.nvme is None:
         raise ConfigError(

@@ -239,14 +239,12 @@ def require_key_list(keys: Sequence[PageKey]) -> None:
     _require_list(keys)
     if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
         strange = next(key for key in keys if not isinstance(key, bytes))
-        raise TypeError(f"keys must hold page keys, as TierStore.keys returns them, got {strange!r:.60}")
+        raise TypeError(f"keys must contain page keys (see TierStore.keys), got {strange!r:.60}")
 
 
 def _require_list(keys: Sequence[PageKey]) -> None:
     if isinstance(keys, bytes | str) or any(not isinstance(key, bytes) for key in keys[:1]):
-        raise TypeError(
-            f"keys must be a sequence of page keys, as TierStore.keys returns it, got {keys!r:.60}"
-        )
+        raise TypeError(f"keys must be a sequence of page keys (see TierStore.keys), got {keys!r:.60}")
 
 
 def require_keys_and_slots(

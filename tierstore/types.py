@@ -463,9 +463,7 @@ class Hint:
         object.__setattr__(self, "keys", tuple(self.keys))
         strange = [key for key in self.keys if not isinstance(key, bytes)]
         if strange:
-            raise ValueError(
-                f"Hint.keys must hold page keys, as TierStore.keys returns them, got {strange[0]!r:.60}"
-            )
+            raise ValueError(f"Hint.keys must contain page keys (see TierStore.keys), got {strange[0]!r:.60}")
         if not isinstance(self.request_id, str):
             raise ValueError(f"Hint.request_id must be a string, got {self.request_id!r:.60}")
         for name in ("revision", "priority"):

@@ -104,7 +104,7 @@ SESSION = '{"block_size": 64, "requests": [{"t": 0, "in": 64, "hash_ids": [1]}, 
         (
             "t.json",
             '{"block_size": 64, "requests": []}',
-            "t.json has no requests, expected a session with at least one",
+            "t.json has no requests, expected at least one",
         ),
         (
             "t.json",

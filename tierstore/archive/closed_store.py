@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return the sub-directories of a home whose pages can be exported. Changes nothing.
+    """Return those sub-directories of a home from which pages can be exported. Changes nothing.
 
     Sub-directories that are damaged, or whose marker does not describe their pages, are left out.
 

@@ -210,7 +210,7 @@ class Rig:
         Pages that an answer has added after the prefix are evicted from all tiers.
 
         Raises:
-            RuntimeError: Afterwards, ``tier`` is not the fastest tier of all pages of the prefix.
+            RuntimeError: A page of the prefix is not in ``tier``, or is still in a faster tier.
         """
         self.store.evict(self.keys[len(self.prefix) :])
         for above in [t for t in Tier if t < tier]:

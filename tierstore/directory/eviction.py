@@ -277,7 +277,7 @@ def choose_victims(
             heappush(heap, (table.copies[parent].rank, parent))
     if not table.has_space(nbytes - freed):
         raise CapacityError(
-            f"{tier.name}: the pages that can be dropped take less than the {exact_size(nbytes)} needed"
+            f"{tier.name}: the pages that can be dropped take less than the required {exact_size(nbytes)}"
         )
     return list(victims)
 

@@ -114,7 +114,7 @@ class HintTable:
 
     @property
     def keys_retained(self) -> list[PageKey]:
-        """The pages that requests retain, in whichever tier they are."""
+        """The pages that requests retain, in any tier."""
         return list(self._holders)
 
     def expire(self, now: float) -> None:

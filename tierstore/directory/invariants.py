@@ -202,7 +202,7 @@ def _check_pins(directory: Directory, pending: Pending) -> None:
                 f"{tier.name} slot {slot}: quarantined with {dead.holders} holders, expected {expected}",
             )
     named = ", ".join(f"{tier.name} slot {slot}" for tier, slot in list(want)[:3])
-    _require(not want, f"pinned slots without a copy, and not in quarantine: {named}")
+    _require(not want, f"pinned slots that have no copy and are not in quarantine: {named}")
 
 
 def _expected_pins(directory: Directory, pending: Pending) -> Slots:

@@ -383,7 +383,7 @@ class OutgoingPages:
         return coming
 
     def ended(self, slot: int) -> None:
-        """Report the slot with the next ``poll``, because no copy will read it any more."""
+        """Report the slot as reusable in the next ``poll``, because no copy will read it any more."""
         self._let_go(slot)
         self.reusable.append(slot)
 

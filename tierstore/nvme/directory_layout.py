@@ -117,7 +117,7 @@ def claim(path: Path) -> Path:
 
 
 def missing_folders(folder: Path) -> tuple[Path, ...]:
-    """Return which of ``folder`` and its parents do not exist, the innermost first."""
+    """Return those of ``folder`` and its parents that do not exist, innermost first."""
     return tuple(each for each in (folder, *folder.parents) if not os.path.lexists(each))
 
 
@@ -187,8 +187,8 @@ def _marker_fault(home: Path) -> str | None:
         return None
     if isinstance(version, int) and version > HOME_VERSION:
         raise ConfigError(
-            f"nvme.path is {home}, whose format version {version} is newer than {HOME_VERSION}, the newest that this "
-            "TierStore supports; upgrade TierStore or choose a new directory"
+            f"nvme.path is {home}, whose format version {version} is newer than {HOME_VERSION} (the newest that this "
+            "TierStore supports); upgrade TierStore or choose a new directory"
         )
     return f"its version is {version!r}"
 

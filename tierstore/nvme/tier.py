@@ -68,7 +68,7 @@ _log = logging.getLogger("tierstore.nvme.tier")
 class NvmeTier:
     """The disk tier of a store: the sub-directory of a home directory for one fingerprint and shard.
 
-    While the tier is open, no other process can open the sub-directory, unless all of them open it read-only.
+    While the tier is open, no other process can open the sub-directory, except if all processes open it read-only.
 
     All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once
     ``poll`` has returned the Ack of its transfer. In a forked child, ``close`` has no effect and every method

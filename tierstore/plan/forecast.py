@@ -1,6 +1,6 @@
 """The plan for one model: pages and documents per tier, and the times to restore and to recompute documents.
 
-The functions that count pages and reject configurations are the ones that run when a store is opened. Times are
+Pages are counted and configurations are rejected by the same functions as when a store is opened. Times are
 computed from the rates that ``measure`` finds on this machine.
 """
 

@@ -130,7 +130,7 @@ def _sessions(name: str, files: Sequence[Path]) -> Trace:
             "block_size"
         )
     if not requests:
-        raise ConfigError(f"{files[0]} has no requests, expected a session with at least one")
+        raise ConfigError(f"{files[0]} has no requests, expected at least one")
     requests.sort(key=lambda request: request.at)
     return Trace(name, next(iter(sizes)), tuple(requests))
 

@@ -116,8 +116,8 @@ def _names(tenants: Mapping[str, list[str]]) -> dict[str, str]:
     for name, digests in tenants.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(
-                f"the name of a tenant must be 1 to 64 characters from A-Z a-z 0-9 . _ - and start with a letter or "
-                f"digit, got {name!r:.80}"
+                f"the name of a tenant must have 1 to 64 characters (A-Z, a-z, 0-9, '.', '_' or '-') and start with a "
+                f"letter or digit, got {name!r:.80}"
             )
         if not isinstance(digests, list) or not digests:
             raise ConfigError(f"tenant {name} must have a list of keys; expected {_ALLOWED}")

@@ -28,7 +28,7 @@ class Figures:
             self._requests.labels(outcome)
         self._prompt = Counter(
             "tierstore_serve_prompt_tokens",
-            "Prompt tokens of completed requests, by the tier in which they were found, or as computed.",
+            "Prompt tokens of completed requests, by source: a tier, or computed.",
             ["source"],
             registry=self._registry,
         )

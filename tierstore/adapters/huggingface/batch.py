@@ -169,7 +169,7 @@ class PagedBatch:
         return tokens, positions
 
     def not_fed(self) -> None:
-        """Undo ``owed`` if the forward pass after it has failed, so that the next one feeds the columns again."""
+        """Undo ``owed`` after its forward pass has failed, so that the next pass feeds the columns again."""
         if self._feeding:
             self.columns = [columns + self._feeding for columns in self.columns]
             self.behind, self._feeding = self._feeding, 0

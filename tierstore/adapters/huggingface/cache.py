@@ -507,7 +507,9 @@ class PagedCache(Cache):
         if self._closed:
             raise ValueError("this TierStoreCache is closed: create another one for the next request")
         if not self._seen:
-            raise ValueError("this TierStoreCache was created for a model other than the one that is running")
+            raise ValueError(
+                "this TierStoreCache was created for another model: create one with model= set to the model that runs"
+            )
         self._seen = False
         if keys.requires_grad or values.requires_grad:
             raise ValueError("pages keep no gradients: run the model under torch.no_grad()")

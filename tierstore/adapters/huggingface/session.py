@@ -100,14 +100,14 @@ class Session:
         given = torch.as_tensor(token_ids)
         if given.ndim > 2 or (given.ndim == 2 and given.shape[0] != 1):
             raise ValueError(
-                f"token_ids must be one conversation, [T] or [1, T], got shape {tuple(given.shape)}"
+                f"token_ids must be a single conversation of shape [T] or [1, T], got shape {tuple(given.shape)}"
             )
         tokens = [int(token) for token in given.reshape(-1).tolist()]
         size = plain_model(self._home.model).config.get_text_config(decoder=True).vocab_size
         strange = [token for token in tokens if not 0 <= token < size]
         if strange:
             raise ValueError(
-                f"each token must be in the model's vocabulary, from 0 to {size - 1}, got {strange[0]}"
+                f"each token must be in the model's vocabulary (0 to {size - 1}), got {strange[0]}"
             )
         self._tokens += tokens
         return torch.tensor([self._tokens], device=self._home.model.device)
@@ -190,8 +190,7 @@ class Session:
             raise TypeError(f"session_id must be a string, got {session_id!r}")
         if count > len(self._tokens):
             raise ValueError(
-                f"num_tokens of a fork must be 0 to {len(self._tokens)}, got {count}: "
-                f"the session has {len(self._tokens)} tokens"
+                f"num_tokens of a fork must be from 0 to {len(self._tokens)} (the length of the session), got {count}"
             )
         other = self._home.new_session(session_id, self.ttl_s)
         other._tokens, other._answered = self._tokens[:count], min(count, self._answered)
