@@ -39,7 +39,10 @@ def test_mask_that_hides_more_than_padding_on_the_left_is_refused(
 
 
 def test_mask_of_another_shape_is_refused(model: LlamaForCausalLM) -> None:
-    with open_store(model) as store, pytest.raises(ValueError, match="attention_mask has shape"):
+    with (
+        open_store(model) as store,
+        pytest.raises(ValueError, match="attention_mask must have the same shape"),
+    ):
         TierStoreCache(store, torch.tensor([random_prompt(11)]), torch.ones(1, 10), model=model)
 
 

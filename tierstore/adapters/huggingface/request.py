@@ -261,7 +261,7 @@ def unpadded(
         mask = mask[None]
     if mask.shape != ids.shape:
         raise ValueError(
-            f"attention_mask must have the same shape as input_ids ({tuple(ids.shape)}), got {tuple(mask.shape)}"
+            f"attention_mask must have the same shape as input_ids, got {tuple(mask.shape)} and {tuple(ids.shape)}"
         )
     seen = mask != 0
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
