@@ -102,7 +102,7 @@ def test_second_process_gets_the_holders_pid(tmp_path: Path) -> None:
 def test_a_capacity_beyond_the_disk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"nvme\.capacity must be at most .* \([0-9,]+ bytes\), the free disk .*, got 1024 PiB \(1,152,",
+        match=r"nvme\.capacity must be at most .* \([0-9,]+ bytes\), which is the free disk .*, got 1024 PiB \(1,152,",
     ):
         Rig(tmp_path / "home", capacity=1 << 60)
 

@@ -233,8 +233,8 @@ def shortage(directory: Path, marker: directory_layout.ShardMarker) -> str | Non
         return None
     if not has_records(directory):
         raise ConfigError(
-            f"nvme.capacity must be at most {exact_size(free + own)} (the free disk space plus the space that the tier "
-            f"already uses), got {exact_size(marker.capacity)}"
+            f"nvme.capacity must be at most {exact_size(free + own)}, which is the free disk space plus the space "
+            f"that the tier already uses, got {exact_size(marker.capacity)}"
         )
     told = (
         f"the disk has {exact_size(free)} free, the tier uses {exact_size(own)}, and nvme.capacity is "

@@ -124,8 +124,8 @@ def _disk(config: StoreConfig, layout: PageLayout, refused: list[str]) -> Iterat
     free = disk.f_bavail * disk.f_frsize
     if capacity > free and not config.nvme.read_only:
         refused.append(
-            f"nvme.capacity must be at most {exact_size(free)} (the free space at {place}; space that an existing "
-            f"store already uses is not counted as free), got {exact_size(capacity)}"
+            f"nvme.capacity must be at most {exact_size(free)}, which is the free space at {place} (space that an "
+            f"existing store already uses is not counted as free), got {exact_size(capacity)}"
         )
 
 
