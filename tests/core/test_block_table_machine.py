@@ -13,9 +13,9 @@ from tests.support.planting import SEARCH, Bug, load
 from tierstore import block_table
 
 BUGS = [
-    Bug("a fork does not count", "        self.private.share(self.slots)\n", ""),
+    Bug("a fork is not counted as a holder of its slots", "        self.private.share(self.slots)\n", ""),
     Bug(
-        "a fork is of a family of its own",
+        "a fork belongs to a new family",
         "BlockTable(self.page_size, self.private)",
         "BlockTable(self.page_size)",
     ),
@@ -25,22 +25,22 @@ BUGS = [
         "= list(self.slots), self.num_tokens, 0\n",
     ),
     Bug(
-        "a fork shares the list itself",
+        "a fork shares its parent's list of slots",
         "= list(self.slots), self.num_tokens, self.first_page\n",
         "= self.slots, self.num_tokens, self.first_page\n",
     ),
     Bug(
-        "truncate frees what others point at",
+        "truncate frees slots that other tables hold",
         "        freed = self.private.let_go(self.slots[keep:])\n",
         "        freed = self.slots[keep:]\n",
     ),
     Bug(
-        "truncate at a boundary keeps a page too many",
+        "truncate at a page boundary keeps one page too many",
         "        keep = self._pages(num_tokens)\n",
         "        keep = num_tokens // self.page_size + 1\n",
     ),
     Bug(
-        "truncate inside a page lets go of it",
+        "truncate inside a page releases that page",
         "        keep = self._pages(num_tokens)\n",
         "        keep = num_tokens // self.page_size\n",
     ),
@@ -60,12 +60,12 @@ BUGS = [
     ),
     Bug("truncate leaves stale slots in the table", "        del self.slots[keep:]\n", ""),
     Bug(
-        "truncate lets go of nothing",
+        "truncate releases no slot",
         "        freed = self.private.let_go(self.slots[keep:])\n",
         "        freed = []\n",
     ),
     Bug(
-        "truncate goes behind the window",
+        "truncate accepts positions before the window",
         "if not self.first_page * self.page_size <= num_tokens <= self.num_tokens:",
         "if not num_tokens <= self.num_tokens:",
     ),
@@ -80,17 +80,19 @@ BUGS = [
         "if self.slots[page] not in self.private] if",
     ),
     Bug(
-        "no copy where a page is half full",
+        "a write into a partly filled page makes no copy",
         "pages = range(start // self.page_size,",
         "pages = range(-(-start // self.page_size),",
     ),
     Bug(
-        "an overwrite copies its first page only",
+        "an overwrite copies only its first page",
         "min(self._pages(stop), len(self.slots)))\n",
         "min(start // self.page_size + 1, len(self.slots)))\n",
     ),
-    Bug("a copied page stays where it was", "            self.slots[page] = copies[-1].dst\n", ""),
-    Bug("the source of a copy stays counted", "            self.private.let_go([self.slots[page]])\n", ""),
+    Bug(
+        "the table keeps the old slot of a copied page", "            self.slots[page] = copies[-1].dst\n", ""
+    ),
+    Bug("the source of a copy keeps its holder", "            self.private.let_go([self.slots[page]])\n", ""),
     Bug("a copy is not owned", "            self.private.take(copies[-1].dst)\n", ""),
     Bug(
         "a slot is owned twice",
@@ -98,23 +100,23 @@ BUGS = [
         "if len(set(new)) < len(new):",
     ),
     Bug(
-        "any number of slots will do",
+        "the number of new slots is not checked",
         "        if len(new) != self.missing_slots(stop, first):\n",
         "        if False:\n",
     ),
     Bug(
-        "a slot is free while another table points at it",
+        "a slot is freed while another table holds it",
         "                if not self._holders[slot]:\n",
         "                if self._holders[slot] <= 1:\n",
     ),
     Bug("freed slots stay owned", "                    del self._holders[slot]\n", ""),
     Bug(
-        "the window drops a page partly inside",
+        "the window drops a page that is partly inside it",
         "        stop = min(position, self.num_tokens) // self.page_size\n",
         "        stop = self._pages(min(position, self.num_tokens))\n",
     ),
     Bug(
-        "the window drops what is still to be written",
+        "the window drops pages that are not written yet",
         "        stop = min(position, self.num_tokens) // self.page_size\n",
         "        stop = min(position // self.page_size, len(self.slots))\n",
     ),
@@ -128,9 +130,9 @@ BUGS = [
         "        self.slots[dropped] = [NO_PAGE] * (stop - self.first_page)\n",
         "",
     ),
-    Bug("the window does not remember where it is", "        self.first_page = stop\n", ""),
+    Bug("the start of the window is not updated", "        self.first_page = stop\n", ""),
     Bug(
-        "a place behind the window",
+        "place accepts positions before the window",
         "if not self.first_page * self.page_size <= position <",
         "if not 0 <= position <",
     ),
@@ -140,25 +142,29 @@ BUGS = [
         "stop = next((i for i in range(first, full) if self.slots[i] not in self.private), full)",
     ),
     Bug(
-        "a page half full may be sealed",
+        "a partly filled page may be sealed",
         "full = min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens) // self.page_size",
         "full = self._pages(min(self.num_tokens, self.num_tokens if num_tokens is None else num_tokens))",
     ),
-    Bug("a late answer is applied", "        if generation != self.generation:\n", "        if False:\n"),
-    Bug("a new life is not counted", "        self.generation += 1\n", ""),
     Bug(
-        "the sealed page is looked for where it was",
+        "the result of an outdated put is applied",
+        "        if generation != self.generation:\n",
+        "        if False:\n",
+    ),
+    Bug("clear does not change the generation", "        self.generation += 1\n", ""),
+    Bug(
+        "the table keeps the old slot of a sealed page",
         "        self.slots[first : first + len(slots)] = slots\n",
         "",
     ),
-    Bug("a sealed page stays ours", "            self.private.hand_over(slot)\n", "            pass\n"),
+    Bug("a sealed page stays private", "            self.private.hand_over(slot)\n", "            pass\n"),
     Bug(
-        "any page becomes the store's",
+        "a put may seal pages that are not private",
         "        if len(mine) != len(slots) or not all(self.private.sole(slot) for slot in mine):\n",
         "        if False:\n",
     ),
     Bug(
-        "clear lets go of nothing",
+        "clear releases no slot",
         "        freed = self.private.let_go(self.slots)\n",
         "        freed = []\n",
     ),
@@ -168,7 +174,7 @@ BUGS = [
         "        self.slots, self.num_tokens = [], 0\n",
     ),
     Bug(
-        "shared pages of the store count as one's own",
+        "sealed pages count as private",
         "    def let_go(self, slots: Iterable[int]) -> list[int]:\n",
         "    def let_go(self, slots: Iterable[int]) -> list[int]:\n"
         "        self._holders.update({slot: 1 for slot in slots if slot not in self._holders and slot >= 0})\n",

@@ -161,17 +161,45 @@ def test_any_order_of_events_gives_correct_results(layers: int | None, script: l
 
 
 BUGS = [
-    Bug("acks after the first group", "len(job.flights) == self._groups)", "job.flights)"),
-    Bug("a layer is there when launched", "if not flight.landed and (last is None", "if False and (last is None"),
-    Bug("the first event of several", "flight.number > last.number", "flight.number < last.number"),
-    Bug("a launch of all layers counts once", "[flight] * (self._groups if flight.group is None else 1)", "[flight]"),
-    Bug("an event lent is used again", "if not flight.broken and not flight.lent:", "if not flight.broken:"),
-    Bug("ended flights stay in flight", "self.nbytes -= flight.nbytes", "pass"),
-    Bug("another layer", "else self._layers.holding(layer)", "else 0"),
-    Bug("not launched is no reason", "len(job.flights) <= group:", "False:"),
-    Bug("the others are forgotten", "            left -= job.into\n", "            left.clear()\n"),
-    Bug("the beginning is taken for the end", "return has_happened(flight.ended)", "return has_happened(flight.begun)"),
-]  # fmt: skip
+    Bug(
+        "a transfer is acknowledged after its first group",
+        "len(job.flights) == self._groups)",
+        "job.flights)",
+    ),
+    Bug(
+        "a layer counts as arrived once it is launched",
+        "if not flight.landed and (last is None",
+        "if False and (last is None",
+    ),
+    Bug(
+        "the first event is returned instead of the last",
+        "flight.number > last.number",
+        "flight.number < last.number",
+    ),
+    Bug(
+        "a launch of all layers counts as one group",
+        "[flight] * (self._groups if flight.group is None else 1)",
+        "[flight]",
+    ),
+    Bug(
+        "an event that a caller holds is used again",
+        "if not flight.broken and not flight.lent:",
+        "if not flight.broken:",
+    ),
+    Bug("bytes of finished copies stay counted", "self.nbytes -= flight.nbytes", "pass"),
+    Bug("the event of another layer is returned", "else self._layers.holding(layer)", "else 0"),
+    Bug("a layer that is not launched counts as submitted", "len(job.flights) <= group:", "False:"),
+    Bug(
+        "other transfers of the slots are ignored",
+        "            left -= job.into\n",
+        "            left.clear()\n",
+    ),
+    Bug(
+        "the event before a copy is taken for the one after it",
+        "return has_happened(flight.ended)",
+        "return has_happened(flight.begun)",
+    ),
+]
 
 
 @pytest.mark.deep

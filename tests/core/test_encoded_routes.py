@@ -196,25 +196,29 @@ def require_two_in_turn(module: ModuleType) -> None:
 
 
 RING_BUGS = [
-    Bug("a load fills a slab that is still emptied", "                stream.wait_event(slab.free)\n", ""),
-    Bug("a load is taken out before it is there", "                kernels.wait_event(ring.ready)\n", ""),
-    Bug("emptying tells nobody that it has ended", "                slab.free.record(kernels)\n", ""),
+    Bug("a load fills a slab that is not empty yet", "                stream.wait_event(slab.free)\n", ""),
+    Bug("a load is decoded before it has arrived", "                kernels.wait_event(ring.ready)\n", ""),
+    Bug("no event is recorded after a slab is emptied", "                slab.free.record(kernels)\n", ""),
     Bug(
-        "a save fills a slab that still crosses the link",
+        "a save fills a slab that is still being copied",
         "                kernels.wait_event(slab.free)\n",
         "",
     ),
-    Bug("a save leaves before it is there", "                stream.wait_event(ring.ready)\n", ""),
-    Bug("the link tells nobody that a save has left", "                slab.free.record(stream)\n", ""),
-    Bug("one slab is all there is", "(at + 1) % SLABS\n        return", "at\n        return"),
+    Bug("a save is copied before it is encoded", "                stream.wait_event(ring.ready)\n", ""),
+    Bug("no event is recorded after a save is copied", "                slab.free.record(stream)\n", ""),
+    Bug("only one slab is used", "(at + 1) % SLABS\n        return", "at\n        return"),
 ]
 """Bugs in the ring of slabs, which every route has. The tests of each kind of route must detect them."""
 
 BUGS = [
     *RING_BUGS,
-    Bug("rows are always the first slab's", "self._carriers[slab.number].save", "self._carriers[0].save"),
     Bug(
-        "pages after the first slab's are its own",
+        "rows are always taken from the first slab",
+        "self._carriers[slab.number].save",
+        "self._carriers[0].save",
+    ),
+    Bug(
+        "every slab is decoded as the first pages of the batch",
         "decode(Share(batch, slab.rows, first",
         "decode(Share(batch, slab.rows, 0",
     ),
@@ -233,6 +237,6 @@ def test_the_next_slab_is_filled_while_one_crosses_the_link() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
     planted = planting.load(slabs, bug)
-    require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
+    require = require_two_in_turn if bug.name == "only one slab is used" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)

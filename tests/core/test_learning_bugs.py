@@ -23,38 +23,38 @@ ADMISSION: list[tuple[Bug, Test]] = [
         test_admission.test_pages_written_without_asking_admission_count,
     ),
     (
-        Bug("the worst kinds come first", "reverse=True", "reverse=False"),
+        Bug("the kinds that pay off least come first", "reverse=True", "reverse=False"),
         test_admission.test_cost_learns_which_kind_of_page_is_requested_again,
     ),
     (
-        Bug("a use in memory pays", "+= below", "+= 1"),
+        Bug("a use in memory counts as paying off", "+= below", "+= 1"),
         test_admission.test_hits_in_memory_do_not_count_for_the_disk,
     ),
     (
-        Bug("half a run is written", "record.lot < ", "self._put % 100 / 100 < "),
+        Bug("runs are written in part", "record.lot < ", "self._put % 100 / 100 < "),
         test_admission.test_runs_of_a_partly_written_kind_are_written_whole_or_skipped,
     ),
     (
-        Bug("the day's budget is not asked", "max(0.0, 1 - gone)", "1"),
+        Bug("the daily budget is ignored", "max(0.0, 1 - gone)", "1"),
         test_admission.test_cost_admits_fewer_pages_as_the_daily_budget_is_used,
     ),
     (
-        Bug("all runs are as long", "min(record.span.bit_length(), _SPANS - 1)", "0"),
+        Bug("the length of runs is ignored", "min(record.span.bit_length(), _SPANS - 1)", "0"),
         test_admission.test_short_runs_and_long_ones_are_of_different_kinds_from_their_first_page_on,
     ),
     (
-        Bug("the share is not kept", "else left / wished", "else 1.0"),
+        Bug("the limit on the share of pages is ignored", "else left / wished", "else 1.0"),
         test_admission.test_cost_writes_at_most_half_of_all_puts_in_the_long_run,
     ),
     (
-        Bug("kinds that never pay are written", "worth[kind] <= _LEAST * mean", "False"),
+        Bug("kinds that never pay off are written", "worth[kind] <= _LEAST * mean", "False"),
         test_admission.test_hits_in_memory_do_not_count_for_the_disk,
     ),
 ]
 
 HISTORY: list[tuple[Bug, Test]] = [
     (
-        Bug("a shared beginning is a branch", "before.followers < _SHARED", "True"),
+        Bug("a shared beginning counts as a branch", "before.followers < _SHARED", "True"),
         test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
@@ -62,7 +62,7 @@ HISTORY: list[tuple[Bug, Test]] = [
         test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
-        Bug("each page has a lot of its own", "before.branch, before.lot", "before.branch, self.lot"),
+        Bug("pages of one run have different lots", "before.branch, before.lot", "before.branch, self.lot"),
         test_admission.test_history_records_how_runs_began_and_their_length,
     ),
     (
@@ -77,15 +77,19 @@ HISTORY: list[tuple[Bug, Test]] = [
 
 SESSION: list[tuple[Bug, Test]] = [
     (
-        Bug("waiting pages are not counted", "ended[_bucket(now - epoch * self._epoch)] += number", "pass"),
+        Bug(
+            "pages without a further request are not counted",
+            "ended[_bucket(now - epoch * self._epoch)] += number",
+            "pass",
+        ),
         test_learning_orders.test_curve_is_the_share_of_pages_that_returned_by_each_age,
     ),
     (
-        Bug("runs of any length are alike", "0 if record.span < _SHORT else", "0 if True else"),
+        Bug("new pages of all run lengths are one kind", "0 if record.span < _SHORT else", "0 if True else"),
         test_learning_orders.test_new_pages_are_of_one_kind_if_their_runs_are_of_similar_origin_and_length,
     ),
     (
-        Bug("a place costs nothing", "point[1] - price * point[2]", "point[1]"),
+        Bug("slots cost nothing", "point[1] - price * point[2]", "point[1]"),
         test_learning_orders.test_only_pages_of_kinds_requested_again_are_kept,
     ),
     (
@@ -100,28 +104,32 @@ SESSION: list[tuple[Bug, Test]] = [
 
 ADAPTIVE: list[tuple[Bug, Test]] = [
     (
-        Bug("session is followed always", "self._ghost.hits > self._lru.hits", "True"),
+        Bug("session is always followed", "self._ghost.hits > self._lru.hits", "True"),
         test_learning_orders.test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise,
     ),
     (
-        Bug("LRU is followed always", "self._ghost.hits > self._lru.hits", "False"),
+        Bug("LRU is always followed", "self._ghost.hits > self._lru.hits", "False"),
         test_learning_orders.test_adaptive_follows_session_while_it_hits_more_and_lru_otherwise,
     ),
     (
         Bug(
-            "a ghost counts what cannot be reached",
+            "a ghost cache counts hits of unreachable pages",
             "self.hits += self._whole",
             "self.hits += page in self._values",
         ),
         test_learning_orders.test_ghost_cache_counts_hits_up_to_the_first_missing_page,
     ),
     (
-        Bug("the ghosts let heads go first", "_DEEPEST - min(record.depth, _DEEPEST)", "record.depth"),
+        Bug(
+            "ghost caches evict the beginnings of prompts first",
+            "_DEEPEST - min(record.depth, _DEEPEST)",
+            "record.depth",
+        ),
         test_learning_orders.test_ghost_caches_evict_the_last_pages_of_a_request_first,
     ),
     (
         Bug(
-            "a ghost keeps what came first",
+            "a ghost cache does not evict in order of value",
             "heappush(self._heap, (value, page))",
             "self._heap.append((value, page))",
         ),

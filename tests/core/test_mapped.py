@@ -314,35 +314,43 @@ def require_all_right(kernels: ModuleType) -> None:
 
 BUGS = [
     Bug(
-        "the next tile's page is this one's",
+        "the next tile is read from the page of this one",
         "page = (tile + tl.num_programs(0)) // each",
         "page = tile // each",
     ),
     Bug(
-        "programs leave tiles out", "pages * each, tl.num_programs(0)", "pages * each - 1, tl.num_programs(0)"
+        "the last tile is left out",
+        "pages * each, tl.num_programs(0)",
+        "pages * each - 1, tl.num_programs(0)",
     ),
-    Bug("groups begin at the first layer", "layer = first + rest", "layer = rest"),
+    Bug("every group begins at the first layer", "layer = first + rest", "layer = rest"),
     Bug(
-        "values get the scales of keys", "plane * SIDES_NEXT) // 2\n        floors", "0) // 2\n        floors"
+        "values are decoded with the scales of keys",
+        "plane * SIDES_NEXT) // 2\n        floors",
+        "0) // 2\n        floors",
     ),
     Bug(
-        "a tile's later turns have its first scales",
+        "all iterations of a tile use its first scales",
         "layer * SIDES, row + ROWS, here",
         "layer * SIDES, row, here",
     ),
     Bug(
-        "both numbers of a byte are the low one",
+        "both codes are read from the low half of a byte",
         "                    code = (found >> (4 * part))",
         "                    code = (found >> 0)",
     ),
     Bug(
-        "tokens that are not there are written",
+        "tokens beyond the page are written",
         "                mask = inside & (i < NUMBERS)",
         "                mask = inside",
     ),
-    Bug("another page is blamed", "tl.store(flags + page +", "tl.store(flags + pages - 1 - page +"),
     Bug(
-        "scales are taken as they are",
+        "the error flag of another page is set",
+        "tl.store(flags + page +",
+        "tl.store(flags + pages - 1 - page +",
+    ),
+    Bug(
+        "invalid scales are accepted",
         "                bad = mask & (stored > MOST_SCALE)",
         "                bad = mask & (stored > 0xFFFF)",
     ),

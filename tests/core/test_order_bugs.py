@@ -16,16 +16,16 @@ BUGS = [
     (
         "lru",
         Bug(
-            "unreachable pages are unwanted ones",
+            "unreachable pages count as unwanted",
             "return -BAND - 1 - next(self._next)",
             "return self.unwanted()",
         ),
     ),
-    ("lru", Bug("unwanted pages are normal ones", "next(self._next) - BAND", "next(self._next)")),
+    ("lru", Bug("unwanted pages count as ordinary", "next(self._next) - BAND", "next(self._next)")),
     (
         "lru",
         Bug(
-            "retained pages are normal ones",
+            "retained pages count as ordinary",
             "return next(self._next) + (1 + max(0, priority)) * BAND",
             "return next(self._next)",
         ),
@@ -56,11 +56,19 @@ BUGS = [
     ),
     (
         "fifo",
-        Bug("an unwanted page stays so", "return rank if rank >= 0 else next(self._next)", "return rank"),
+        Bug(
+            "use does not make an unwanted page ordinary",
+            "return rank if rank >= 0 else next(self._next)",
+            "return rank",
+        ),
     ),
     (
         "fifo",
-        Bug("retention does not end", "return self.enter(key) if rank >= BAND else rank", "return rank"),
+        Bug(
+            "the end of a retention has no effect",
+            "return self.enter(key) if rank >= BAND else rank",
+            "return rank",
+        ),
     ),
     (
         "priority",
@@ -72,7 +80,7 @@ BUGS = [
     ),
     (
         "gdsf",
-        Bug("priorities are one", "(1 + max(0, priority)) * BAND", "BAND"),
+        Bug("priorities are ignored", "(1 + max(0, priority)) * BAND", "BAND"),
     ),
 ]
 

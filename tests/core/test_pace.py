@@ -80,22 +80,30 @@ BUGS = [
         "self._advance(transfer.dst, 4)",
     ),
     Bug("poll launches only one group", "self._advance(dst, self._pace.at_once)", "self._advance(dst, 1)"),
-    Bug("no launch waits for more of its group", "if self._better_later(lane):", "if False:"),
-    Bug("the thread never helps", "return not lane.growing and lane.nbytes < behind // 4", "return False"),
+    Bug("no launch waits for more pages of its group", "if self._better_later(lane):", "if False:"),
     Bug(
-        "later layers as much as others",
+        "the lane's thread never launches",
+        "return not lane.growing and lane.nbytes < behind // 4",
+        "return False",
+    ),
+    Bug(
+        "later layers are launched as far ahead as the first",
         "return -(-nbytes // 4) if lane.may_be_overtaken",
         "return nbytes if 1",
     ),
-    Bug("engines get a shallow queue", "pace_of(host.held, each, groups)", "pace_of(host.held, each, 2)"),
-    Bug("encoded pages count as they are", "= host.held.payload_nbytes", "= host.held.layout.page_nbytes"),
+    Bug("an engine's queue is shallow", "pace_of(host.held, each, groups)", "pace_of(host.held, each, 2)"),
+    Bug(
+        "encoded pages count with their decoded size",
+        "= host.held.payload_nbytes",
+        "= host.held.layout.page_nbytes",
+    ),
 ]
 
 
 PACES = [
-    Bug("small launches", "pieces: int = 256", "pieces: int = 64"),
-    Bug("few pieces at once of encoded pages", "ENCODED = Pace(pieces=512)", "ENCODED = Pace()"),
-    Bug("small transfers whole", "whole: int = 16 << 20", "whole: int = 256 << 20"),
+    Bug("launches are small", "pieces: int = 256", "pieces: int = 64"),
+    Bug("launches of encoded pages are small", "ENCODED = Pace(pieces=512)", "ENCODED = Pace()"),
+    Bug("large transfers are launched whole", "whole: int = 16 << 20", "whole: int = 256 << 20"),
 ]
 
 

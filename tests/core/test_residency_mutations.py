@@ -20,12 +20,12 @@ SEARCH = settings(planting.SEARCH, stateful_step_count=50)
 
 BUGS = [
     Bug(
-        "abort frees at once",
+        "abort frees the slot at once",
         "table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)",
         "table.put_back(copy.slot, copy.nbytes)",
     ),
     Bug(
-        "abort frees at once and the writer's end is not missed",
+        "abort frees the slot at once, and the end of the copy is ignored",
         """        table.quarantine[copy.slot] = Dead(key, copy.nbytes, copy.pins + 1)
 """,
         """        table.put_back(copy.slot, copy.nbytes)
@@ -33,7 +33,7 @@ BUGS = [
 """,
     ),
     Bug(
-        "a dead copy forgets its writer",
+        "an aborted copy does not count its writer",
         "Dead(key, copy.nbytes, copy.pins + 1)",
         "Dead(key, copy.nbytes, max(1, copy.pins))",
     ),
@@ -53,17 +53,17 @@ BUGS = [
         "Copy(slot, nbytes, rank, True, pins=pins)",
     ),
     Bug(
-        "a pinned copy may leave",
+        "a pinned copy may be evicted",
         "        table.withdraw(copy)\n        if self._memory_only",
         "        if self._memory_only",
     ),
     Bug(
-        "a source that is on its way is copied",
+        "a source that is still in flight is copied",
         "if key in copies or (copied and (below is None or not below.ready)):",
         "if key in copies or (copied and below is None):",
     ),
     Bug(
-        "a copy that is there is written over",
+        "an existing copy is overwritten",
         "if key in copies or (copied and (below is None or not below.ready)):",
         "if copied and (below is None or not below.ready):",
     ),
@@ -73,7 +73,7 @@ BUGS = [
         "",
     ),
     Bug(
-        "every page of a run takes a victim's place",
+        "every page of a run may evict a page",
         "                if places:\n                    break\n                self._make_space",
         "                self._make_space",
     ),
@@ -83,12 +83,12 @@ BUGS = [
         "        if False:\n            self.settle_mirror",
     ),
     Bug(
-        "the first pin of a source is not told",
+        "the first pin of a source is not reported",
         "                    held(key, origin, source, below)\n",
         "                    pass\n",
     ),
     Bug(
-        "the first pin of what is on its way is not counted",
+        "the first pin of a copy in flight is not counted",
         "                else:\n                    table.pinned += 1\n            slots.append",
         "            slots.append",
     ),
@@ -97,36 +97,40 @@ BUGS = [
         "            resettle(key)\n            if changed",
         "            if changed",
     ),
-    Bug("a copy that arrived is not counted as there", "            table.arriving -= 1\n", ""),
-    Bug("a copy that arrived without holders is not idle", "            table.idle += not copy.pins\n", ""),
+    Bug("a copy that arrived is not counted as ready", "            table.arriving -= 1\n", ""),
+    Bug(
+        "an unpinned copy that arrived is not counted as idle",
+        "            table.idle += not copy.pins\n",
+        "",
+    ),
     Bug(
         "a source stays pinned",
         "                    below.pins -= 1\n                    if not",
         "                    if not",
     ),
-    Bug("a source is not counted as let go", "                        source.pinned -= 1\n", ""),
+    Bug("a released source stays counted as pinned", "                        source.pinned -= 1\n", ""),
     Bug(
         "the source of an aborted copy stays in its queues",
         "                if below is not None:\n                    resettle(key)\n",
         "",
     ),
     Bug(
-        "a source that is gone keeps a holder",
+        "an evicted source keeps a pin",
         "                    self._let_go(src, source, src_slots[i])\n",
         "",
     ),
     Bug(
-        "a run that was let go stays in its queues",
+        "a run that was released is not queued for eviction",
         "                if copy.ready and not copy.pins:\n",
         "                if False:\n",
     ),
-    Bug("a run keeps its holders", "                    copy.pins -= 1\n", ""),
+    Bug("a released run keeps its pins", "                    copy.pins -= 1\n", ""),
     Bug(
         "a new rank of a run leaves the old one in the order",
         "                    table.withdraw(copy)\n",
         "",
     ),
-    Bug("a run lets go another copy", "if other == tier and copy.slot == slot:", "if other == tier:"),
+    Bug("a run releases another copy", "if other == tier and copy.slot == slot:", "if other == tier:"),
     Bug(
         "an evicted slot is not freed",
         "            table.put_back(copy.slot, copy.nbytes)\n",
@@ -134,7 +138,7 @@ BUGS = [
     ),
     Bug("lineage is not unlinked", "bare = self.lineage.unlink(key)\n", "bare = None\n"),
     Bug(
-        "leaf first is ignored",
+        "pages with children may be evicted",
         "if not mirror and self._lineage.has_children(key):",
         "if False:",
     ),
@@ -149,7 +153,7 @@ BUGS = [
         "            pass\n",
     ),
     Bug(
-        "commit does not return what it did not need",
+        "commit does not return the bytes that it did not need",
         "                table.used_nbytes += sizes[i] - copy.nbytes\n",
         "",
     ),
@@ -160,23 +164,23 @@ BUGS = [
         "key is not None:",
     ),
     Bug(
-        "the record of a dead copy is never erased",
+        "the record of an aborted copy is never erased",
         "            table.put_back(slot, dead.nbytes)\n            self._note_erased(tier, table, dead.key)",
         "            table.put_back(slot, dead.nbytes)",
     ),
     Bug(
-        "a dead slot is freed with one holder left",
+        "a quarantined slot is freed with one holder left",
         "        if dead.holders == 0:",
         "        if dead.holders <= 1:",
     ),
     Bug(
-        "the first pin is not told",
+        "the first pin is not reported",
         "                    held(key, tier, table, copy)\n                else",
         "                    table.pinned += 1\n                else",
     ),
-    Bug("a copy that may not leave is thought to wait", "        copy.queue = None\n", ""),
+    Bug("a copy that may not be evicted counts as queued", "        copy.queue = None\n", ""),
     Bug(
-        "a copy waits in two queues",
+        "a copy is in two queues",
         "            self.withdraw(copy)\n            copy.queue = queue",
         "            copy.queue = queue",
     ),
@@ -186,12 +190,12 @@ BUGS = [
         "pins = 0\n",
     ),
     Bug(
-        "the end of a dead transfer aborts the newer copy",
+        "the end of an aborted transfer aborts the newer copy",
         "if copy is not None and copy.slot == slot and not copy.ready:",
         "if copy is not None and not copy.ready:",
     ),
     Bug(
-        "the end of a dead transfer makes the newer copy readable",
+        "the end of an aborted transfer makes the newer copy readable",
         "            if copy is None or copy.slot != slot:\n                self._let_go(dst",
         "            if copy is None:\n                self._let_go(dst",
     ),
@@ -201,12 +205,12 @@ BUGS = [
         "            self.orphans.keys.discard(key)",
     ),
     Bug(
-        "a page that left is remembered as unreachable",
+        "an evicted page is still marked as unreachable",
         "        self._unreachable.discard(key)\n",
         "",
     ),
     Bug(
-        "a page put after one that is not there counts as reachable",
+        "a page put after a missing one counts as reachable",
         "            self.orphans.recheck(key, before)\n",
         "            pass\n",
     ),
@@ -221,7 +225,7 @@ BUGS = [
         "                parent = key",
     ),
     Bug(
-        "a page on its way is reachable whatever it follows",
+        "a page in flight counts as reachable whatever page it follows",
         "        self.orphans.begin(key, self.lineage.parent(key))\n",
         "",
     ),
@@ -231,7 +235,7 @@ BUGS = [
         "            pass\n\n    def _push",
     ),
     Bug(
-        "a page on its way does not count as there",
+        "a page in flight does not count as present",
         "not self._pages.held(parent))",
         "self._pages.where(parent) is None)",
     ),
@@ -241,42 +245,42 @@ BUGS = [
         "(not",
     ),
     Bug(
-        "an unreachable page waits for those after it",
+        "an unreachable page is not evicted before the pages after it",
         "        if key in self.unreachable:\n            table.wait(copy, key, table.droppable)\n            return\n",
         "",
     ),
     Bug(
-        "use moves an unreachable page among the others",
+        "use gives an unreachable page an ordinary rank",
         "        if copy.rank < 0 and key in self.unreachable:\n            return copy.rank\n",
         "",
     ),
     Bug(
-        "a retained page that cannot be reached stays with those that can",
+        "the rank of an unreachable page may change",
         "if rank != copy.rank and key not in self.unreachable:",
         "if rank != copy.rank:",
     ),
     Bug(
-        "a copy of an unreachable page is ordinary",
+        "a new copy of an unreachable page gets an ordinary rank",
         "table.policy.unreachable(key) if key in self.unreachable else table.policy.enter(key)",
         "table.policy.enter(key)",
     ),
     Bug(
-        "an unreachable page takes a place below",
+        "an unreachable page evicts a page in a lower tier",
         "if cut_off and not self.tables[dst].has_space(nbytes):",
         "if False:",
     ),
     Bug(
-        "a page takes the place of the one before it",
+        "a page evicts the page before it",
         "if parent is not None and parent in victims and not self._elsewhere(parent, table):",
         "if False:",
     ),
     Bug(
-        "a page that can be reached again stays first to leave",
+        "a page that is reachable again is still evicted first",
         "                self._rerank(key, tier, table, copy, rank)\n\n    def entered",
         "                pass\n\n    def entered",
     ),
     Bug(
-        "a copy saved below stays unsaved",
+        "a copy that was saved to a lower tier counts as unsaved",
         "            self.queues.resettle(key)\n        return drop",
         "        return drop",
     ),
@@ -298,7 +302,7 @@ BUGS = [
         "return self.lowest",
     ),
     Bug(
-        "a memory-only page is forgotten while a copy is on its way",
+        "a memory-only page is forgotten while a copy is in flight",
         "        if not self.held(key):\n            self.memory_only.forget(key)",
         "        if True:\n            self.memory_only.forget(key)",
     ),
@@ -334,7 +338,7 @@ BUGS = [
         "                    table.withdraw(table.copies[key])\n",
     ),
     Bug(
-        "a mirror of a memory-only page does not go last",
+        "a mirror of a memory-only page is not evicted last",
         "        lowest = self._memory_only.lowest_for(key)\n        if above",
         "        lowest = self._memory_only.lowest\n        if above",
     ),
@@ -364,12 +368,12 @@ BUGS = [
         "        self.permit(key)",
     ),
     Bug(
-        "a refused page keeps a caller's wish for the one before it",
+        "a refused page does not lift the restriction of the page before it",
         "                self.memory_only.permit_named(before)\n",
         "                pass\n",
     ),
     Bug(
-        "refused pages are not permitted when all pages are to be written",
+        "a request to write all pages does not permit refused pages",
         "self._lifting.update(dict.fromkeys(self.refused))",
         "pass",
     ),

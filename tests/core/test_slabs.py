@@ -194,19 +194,23 @@ def test_layer_group_is_ready_when_the_load_stream_reaches_it() -> None:
 
 BUGS = [
     *RING_BUGS,
-    Bug("parts are taken from where pages begin", "[(0, part.offset, part.nbytes)]", "[(0, 0, part.nbytes)]"),
     Bug(
-        "parts are spread as if pages began with them",
+        "parts are read from the start of the page",
+        "[(0, part.offset, part.nbytes)]",
+        "[(0, 0, part.nbytes)]",
+    ),
+    Bug(
+        "parts are written to the start of the page",
         "rows.data_ptr() - self._offset",
         "rows.data_ptr()",
     ),
     Bug(
-        "parts are spread as if none were padded",
+        "the padding of parts is ignored",
         "ByPieces(mover, None, stride, offset=part.offset)",
         "ByPieces(mover, None, part.nbytes, offset=part.offset)",
     ),
     Bug(
-        "only the first KV group comes",
+        "only the first KV group is copied",
         "for part in self._groups[group]:",
         "for part in self._groups[group][:1]:",
     ),
@@ -225,6 +229,6 @@ def test_the_next_slab_is_filled_while_one_is_spread() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_noticed(bug: Bug) -> None:
     planted = planting.load(copy_routes, bug)
-    require = require_two_in_turn if bug.name == "one slab is all there is" else require_all_right
+    require = require_two_in_turn if bug.name == "only one slab is used" else require_all_right
     with pytest.raises(AssertionError):
         require(planted)

@@ -116,17 +116,19 @@ def test_a_job_that_has_had_a_group_is_not_handed_out_whole() -> None:
 
 
 BUGS = [
-    Bug("the furthest first", "in enumerate(self._wave):", "in [*enumerate(self._wave)][::-1]:"),
+    Bug("the highest group comes first", "in enumerate(self._wave):", "in [*enumerate(self._wave)][::-1]:"),
     Bug("jobs join a wave at any time", "self._handed_out * 2 <= self._groups", "True"),
-    Bug("overtakes those that wait", "return not self._later.entries and", "return"),
+    Bug("a new job overtakes waiting jobs", "return not self._later.entries and", "return"),
     Bug("the last group is left out", "if group + 1 < self._groups:", "if group + 2 < self._groups:"),
     Bug(
-        "a group twice", "self._wave[group + 1].add(entry)", "self._wave[group + (len(taken) < 3)].add(entry)"
+        "a group is repeated",
+        "self._wave[group + 1].add(entry)",
+        "self._wave[group + (len(taken) < 3)].add(entry)",
     ),
-    Bug("more than fits", "total + row.entries[0].size <= most", "total <= most"),
-    Bug("the newest first", "self.entries.popleft()", "self.entries.pop()"),
+    Bug("more pages are taken than fit", "total + row.entries[0].size <= most", "total <= most"),
+    Bug("the newest job comes first", "self.entries.popleft()", "self.entries.pop()"),
     Bug("a wave never ends", "if not self._size:", "if self._size < 0:"),
-    Bug("counts those that went", "self._size -= jobs", "self._size -= 0"),
+    Bug("jobs that have ended stay counted", "self._size -= jobs", "self._size -= 0"),
 ]
 
 

@@ -28,12 +28,12 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         "if False:",
         test_extent_space.test_slot_being_read_is_not_rewritten,
     ),
-    "a record that went under its read counts as damage": (
+    "a record that was erased during its read counts as damage": (
         "if lookup(self._env, key) == fetched.raw:",
         "if True:",
         test_extent_space.test_page_erased_between_lookup_and_pin_is_a_miss_not_damage,
     ),
-    "the budget counts no catalogue": (
+    "the budget does not include the catalogue": (
         "num_slots = max(0, capacity - files - working) // (slot + share)",
         "num_slots = capacity // slot",
         test_extent_space.test_freed_space_is_reused_without_growth,
@@ -43,22 +43,22 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         "                pass\n",
         test_extent_space.test_a_lower_capacity_removes_the_last_files_and_drops_only_their_records,
     ),
-    "entries of files given back stay": (
+    "entries of removed files stay": (
         "            self._entries.erase(lost[start : start + self._erase_keys])\n",
         "            pass\n",
         test_extent_space.test_a_lower_capacity_removes_the_last_files_and_drops_only_their_records,
     ),
-    "slots in doubt are forgotten": (
+    "slots of a commit with an unknown outcome are forgotten": (
         "self._doubts.setdefault(key, set()).update(places)",
         "pass",
         test_extent_space.test_no_slot_is_lost_whether_or_not_a_failed_commit_took_effect,
     ),
-    "a write cut short counts as whole": (
+    "a short write counts as complete": (
         "    while buffers:\n        done = ",
         "    if buffers:\n        done = ",
         test_extent_trouble.test_a_partial_write_continues_where_it_stopped,
     ),
-    "a read cut short counts as whole": (
+    "a short read counts as complete": (
         "    if got < BLOCK + nbytes:",
         "    if False:",
         test_extent_trouble.test_a_read_cut_short_is_a_miss,
@@ -78,7 +78,7 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         "self._make_room,",
         test_holes.test_long_records_fit_into_a_tier_full_of_short_ones,
     ),
-    "a moved record's old slot is not given back": (
+    "a moved record's old slot is not freed": (
         "                self._records.replaced(key, bytes(found))\n",
         "",
         test_holes.test_long_records_fit_into_a_tier_full_of_short_ones,
@@ -93,7 +93,7 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         "            slots.free(pieces)\n",
         test_holes.test_moving_records_frees_space_and_changes_nothing_else,
     ),
-    "blocks that nobody names are moved over": (
+    "moves overwrite blocks that no entry names": (
         "if known == window.place.blocks:",
         "if True:",
         test_holes.test_moving_records_frees_space_and_changes_nothing_else,

@@ -40,7 +40,7 @@ BUGS = {
         "self._owe(job.transfer.keys[index] for job, index in writes)",
         "pass",
     ),
-    "an erase that failed is forgotten": (
+    "a failed erase is forgotten": (
         "try:\n                self._catalogue.erase(keys)\n",
         (
             "try:\n                self._owed.clear(); self._catalogue.erase(keys)\n"
@@ -69,17 +69,17 @@ EXTENT_BUGS = {
         "self._files.sync(_places(written))",
         "self._files.sync(_places(written)); self._slots.free(_places(written))",
     ),
-    "a slot is lost when its record goes": (
+    "a slot is not freed when its record is erased": (
         "self._doubts.pop(key, None)\n            self._slots.free(places)",
         "self._doubts.pop(key, None)",
     ),
     "bytes are not made durable": ("os.fdatasync(self._fds[number])", "pass"),
-    "bytes go out one batch late": (
+    "bytes are written one batch late": (
         "        for first, end in _runs(places):",
         LATE,
     ),
     "generation not compared": ("if found.generation != generation:", "if False:"),
-    "the free list is empty of what is used": (
+    "used slots count as free after an open": (
         "ends = [0, *(first + length for first, length in used)]",
         "used = []; ends = [0]",
     ),
@@ -95,11 +95,11 @@ HELD_BUGS = {
         'return payload.nbytes if self.held == "none" or self.layout is None else self.layout.blob_nbytes',
         "return payload.nbytes",
     ),
-    "the end of the last block is stored as well": (
+    "the unused end of the last block is stored too": (
         "[page[: form.payload_nbytes] for page in pages]",
         "pages",
     ),
-    "the whole view is taken for the payload": (
+    "padding is taken for a part of the payload": (
         "return out[: padded(stored)], out[:stored]",
         "return out[: padded(stored)], out[: padded(stored)]",
     ),

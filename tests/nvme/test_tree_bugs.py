@@ -16,12 +16,12 @@ pytestmark = pytest.mark.deep
 FOUND = test_tree_damage.test_damage_that_would_crash_lmdb_is_found
 
 BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
-    "the free list is not gone through": (
+    "the free list is not walked": (
         "    count.free_list()\n",
         "",
         test_tree_damage.test_damage_of_the_free_list_sets_the_directory_aside_and_ends_no_process,
     ),
-    "small trees are not gone through": (
+    "small trees are not walked": (
         "        count.small(tree, f\"{name.decode(errors='replace')} tree\")\n",
         "        pass\n",
         FOUND,
@@ -37,24 +37,24 @@ BUGS: dict[str, tuple[str, str, Callable[..., None]]] = {
         "any(raw[at : at + 4] != _ENTRY_NODE[:4] for at in steps)",
         FOUND,
     ),
-    "pages of values are nobody's": (
+    "pages of values count as unused": (
         "                    self._take_value(first, nbytes, name)\n                count += 1",
         "                count += 1",
         test_tree_damage.test_a_free_list_that_names_a_page_of_a_value_is_found,
     ),
-    "a large value has only the pages it needs": (
+    "a large value must have exactly the pages that it needs": (
         "or more < 0:",
         "or more != 0:",
         test_tree_damage.test_value_shortened_in_place_passes_the_walk,
     ),
-    "borders are not compared": ("keys[0] >= part.low and", "True or", FOUND),
+    "the bounds of branches are not compared": ("keys[0] >= part.low and", "True or", FOUND),
     "records are not counted": ("if count != tree.entries:", "if False:", FOUND),
-    "trees are made one after the other": (
+    "trees are created in separate transactions": (
         "with env.begin(write=True) as txn:",
         "for txn in [None]:",
         test_tree_damage.test_a_new_directory_has_all_its_trees_or_none,
     ),
-    "headers of values are not looked at": (
+    "headers of values are not examined": (
         "                    self._take_value(first, nbytes, name)\n                count += 1",
         "                    self._take(first, self._length(nbytes), name)\n                count += 1",
         test_page_headers.test_false_page_header_sets_the_directory_aside,
