@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +37,12 @@ from tests.adapters.sglang_stub import (
     tokens,
 )
 from tests.nvme.rig import change, on_disk
+from tests.nvme.watch import Calls
+from tests.support.lanes import some
+from tests.support.sick_disk import Hanging, replace_preadv
+from tests.support.waiting import wait_for
 from tierstore.errors import ConfigError, StoreClosed
+from tierstore.nvme import extents
 
 
 @pytest.fixture(scope="module")
@@ -395,14 +405,150 @@ def test_a_configuration_is_required(module: ModuleType, tmp_path: Path) -> None
         module.TierStoreStorage(config, {})
 
 
-def test_only_the_first_rank_writes_pages_of_mla(module: ModuleType, tmp_path: Path) -> None:
-    pool, other = LatentPool(), LatentPool()
+def test_a_read_that_hangs_is_a_miss_and_never_writes_to_reused_memory(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, later = HeadPool(), HeadPool()
+    nvme = {"payload": "extents", "timeout": 2.0, "readers": 2}
+    with opened(module, tmp_path, pool, nvme=nvme) as storage:
+        write(storage, pool, range(4))
+        disk = Hanging(1)
+        replace_preadv(monkeypatch, disk)
+        found = storage.batch_get_v1(keys(range(4)), tokens(pool, [*range(4)]))
+        assert not disk.go_on.is_set()  # the call returned although the read still hangs
+        assert not all(found)
+        for page in range(4):  # SGLang gives the memory to other pages
+            fill(pool, page, 100 + page)
+            fill(later, page, 100 + page)
+        disk.go_on.set()
+        wait_for(lambda: storage.tier_stats()["kv"]["hung_reads"] == 0)
+        wait_for(lambda: storage.batch_exists(keys(range(4))) == 4)
+        assert torch.equal(pool.kv_buffer.view(torch.uint8), later.kv_buffer.view(torch.uint8))
+        assert read(storage, pool, range(4)) == [True] * 4
+
+
+def test_a_write_that_hangs_blocks_no_call(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, go_on = HeadPool(), threading.Event()
+
+    def hangs(fd: int, buffers: Any, offset: int) -> int:
+        assert go_on.wait(60.0)
+        return os.pwritev(fd, buffers, offset)
+
+    nvme = {"payload": "extents", "timeout": 2.0}
+    with opened(module, tmp_path, pool, nvme=nvme, extra={"staging": "64KiB"}) as storage:
+        write(storage, pool, range(4))
+        monkeypatch.setattr(extents, "os", Calls(pwritev=hangs))
+        stored = storage.batch_set_v1(keys(range(10, 50)), tokens(pool, [*range(40)]))
+        assert not go_on.is_set()
+        assert not all(stored)
+        assert not storage.flush(0.0)
+        wait_for(lambda: storage.batch_set_v1(keys(range(50, 51)), tokens(pool, [0])) == [False])
+        assert not storage.exists(key(10))
+        assert read(storage, pool, range(4)) == [True] * 4
+        go_on.set()
+        assert storage.flush(60.0)
+        wait_for(lambda: all(storage.batch_set_v1(keys(range(50, 51)), tokens(pool, [0]))))
+
+
+def test_a_full_disk_refuses_pages_and_keeps_the_others(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pool = HeadPool()
+    with opened(module, tmp_path, pool, nvme={"payload": "extents"}) as storage:
+        write(storage, pool, range(4))
+        monkeypatch.setattr(extents, "os", Calls(pwritev=full))
+        storage.batch_set_v1(keys(range(10, 14)), tokens(pool, [*range(4)]))
+        assert storage.flush(60.0)
+        assert storage.batch_exists(keys(range(10, 14))) == 0
+        assert storage.batch_set_v1(keys(range(14, 15)), tokens(pool, [0])) == [False]
+        assert read(storage, pool, range(4)) == [True] * 4
+        assert storage.check() == []
+        monkeypatch.setattr(extents, "os", os)
+        wait_for(lambda: all(storage.batch_set_v1(keys(range(14, 15)), tokens(pool, [0]))))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.adapters.sglang_stub import LatentPool, fill, key, opened, stubbed, tokens
+
+pool, mla = LatentPool(), {"tp_size": 2, "is_mla_model": True}
+with stubbed() as module, opened(module, Path(sys.argv[1]), pool, nvme={nvme!r}, **mla) as storage:
+    for line in sys.stdin:
+        first, last = map(int, line.split())
+        for number in range(first, last):
+            fill(pool, number % 60, number)
+            assert storage.batch_set_v1([key(number)], tokens(pool, [number % 60])) == [True]
+            if number % 10 == 9 or number == last - 1:
+                assert storage.flush(60.0)
+        print("stored", flush=True)
+"""
+
+
+@contextmanager
+def writing_rank(home: Path, nvme: dict[str, Any]) -> Iterator[Callable[[int, int], None]]:
+    """Start the first of two ranks in a process of its own. Yield a function that makes it store pages."""
+    program = WRITER.replace("{nvme!r}", repr(nvme))
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(home)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, heard = process.stdin, process.stdout
+
+        def store(first: int, last: int) -> None:
+            told.write(f"{first} {last}\n")
+            told.flush()
+            assert heard.readline() == "stored\n"
+
+        yield store
+        told.close()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("payload", some(["lmdb", "extents"], lambda payload: payload == "extents"))
+def test_with_mla_one_rank_writes_and_the_others_read(
+    module: ModuleType, tmp_path: Path, payload: str
+) -> None:
+    nvme = {"payload": payload, "capacity": 1 << 20}
+    pool, expected = LatentPool(), LatentPool()
+    mla = {"is_mla_model": True, "tp_size": 2, "tp_rank": 1}
+    with opened(module, tmp_path, pool, nvme=nvme, **mla) as reader:
+        assert reader.batch_exists(keys(range(2))) == 0  # the writer has not started yet
+        assert reader.batch_get_v1(keys(range(2)), tokens(pool, [0, 1])) == [False, False]
     with (
-        opened(module, tmp_path, pool, is_mla_model=True, tp_size=2) as writer,
-        opened(module, tmp_path, other, is_mla_model=True, tp_size=2, tp_rank=1) as reader,
+        writing_rank(tmp_path, nvme) as store,
+        opened(module, tmp_path, pool, nvme=nvme, **mla) as reader,
     ):
-        fill(pool, 0, 0)
-        assert writer.batch_set_v1(keys(range(1)), tokens(pool, [0])) == [True]
-        assert reader.batch_set_v1(keys(range(1, 2)), tokens(other, [0])) == [False]
-        assert writer.flush(60.0)
-        assert not writer.exists(key(1))
+        store(0, 5)
+        wait_for(
+            lambda: reader.batch_exists(keys(range(5))) == 5
+        )  # the writer's index decides about the minimum
+        assert (
+            reader.batch_set_v1(keys(range(5)), tokens(pool, [*range(5)])) == [True] * 5
+        )  # nothing is written
+        held = 0
+        for first in range(5, 905, 100):  # more than fits: the writer evicts pages and reuses their slots
+            store(first, first + 100)
+            numbers = [0, 4, first, first + 98, first + 99, first + 100]
+            found = reader.batch_get_v1([key(number) for number in numbers], tokens(pool, [*range(6)]))
+            for page, (number, arrived) in enumerate(zip(numbers, found, strict=True)):
+                fill(expected, 0, number)
+                assert not arrived or torch.equal(raw(pool, page), raw(expected, 0))
+            assert found[5] is False
+            held += sum(found)
+        assert held > 9
+        assert reader.clear()  # the writer clears
+        assert reader.check() == []
+        reader.get_stats()

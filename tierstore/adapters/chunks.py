@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.config import NvmeConfig
+    from tierstore.nvme.follower import Follower
     from tierstore.nvme.tier import NvmeTier
     from tierstore.types import Ack
 
@@ -76,7 +77,7 @@ class Chunks:
     block.
     """
 
-    def __init__(self, tier: NvmeTier, memory: NDArray[np.uint8], woken: Event) -> None:
+    def __init__(self, tier: NvmeTier | Follower, memory: NDArray[np.uint8], woken: Event) -> None:
         """Take ownership of the tier, and list the chunks in it.
 
         Args:
@@ -107,7 +108,7 @@ class Chunks:
         While the disk hangs or fails, at most one call per half second returns True. The load that follows shows
         whether the disk has recovered.
         """
-        if _page_key(key) not in self._held:
+        if not self._is_held(_page_key(key)):
             return False
         if self._tier.state != "absent":
             return True
@@ -228,6 +229,9 @@ class Chunks:
             "no_room": self._counts["no_room"],
         }
 
+    def _is_held(self, key: PageKey) -> bool:
+        return key in self._held
+
     def _is_new(self, key: bytes) -> bool:
         return (mine := _page_key(key)) not in self._held and mine not in self._writing
 
@@ -307,6 +311,17 @@ class Chunks:
                 len(arrived) * self._memory.shape[1],
             )
         )
+
+
+class FollowedChunks(Chunks):
+    """Chunks that another process stores, and of which this process has no index.
+
+    Every chunk counts as on disk. A load shows whether it is. This suits an engine that takes the minimum of what its
+    ranks find, because the rank that stores the chunks has the index.
+    """
+
+    def _is_held(self, key: PageKey) -> bool:
+        return True
 
 
 def nvme_section(

@@ -43,11 +43,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
-from tierstore.adapters.chunks import Chunks, nvme_section
+from tierstore.adapters.chunks import Chunks, FollowedChunks, nvme_section
 from tierstore.adapters.vllm.keys import weights_digest
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme.direct_io import padded
+from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import buffer
 
@@ -58,6 +59,7 @@ _MAMBA = "mamba"
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 _OURS = ("config", "model", "staging")
 _CLOSE_S = 30.0
+_RETRY_S = 1.0
 _STAGING_NBYTES = 256 << 20
 _LEAST_ROWS = 8
 _GROUP_NBYTES = 8 << 20
@@ -388,26 +390,32 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _open_pool(self, name: str, host: _Host, capacity: int, shared: bool) -> _Pool:
         writer = not shared or self._config.is_storage_writer
-        if host.nbytes == 0 or not writer:
+        if host.nbytes == 0:
             return _Pool(host, None, writer, self._nvme.timeout, self._staging)
         described = self._describe(name, host)
         rank = 0 if shared else self._config.tp_rank
         place = self._config.dp_rank * self._config.pp_size + self._config.pp_rank
         place = place * self._config.attn_cp_size + self._config.attn_cp_rank
 
-        def open_tier(wake: Callable[[], None]) -> NvmeTier:
+        where: dict[str, Any] = {
+            "fingerprint": sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
+            "shard": place * self._config.tp_size + rank,
+            "page_nbytes": padded(host.nbytes),
+            "readers": None if self._nvme.readers == "auto" else self._nvme.readers,
+            "timeout_s": self._nvme.timeout,
+        }
+
+        def open_tier(wake: Callable[[], None]) -> NvmeTier | Follower | None:
+            if not writer:
+                return Follower.open(self._nvme.path, wake=wake, **where)
             return NvmeTier.open(
                 self._nvme.path,
                 capacity=capacity,
-                fingerprint=sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
-                shard=place * self._config.tp_size + rank,
-                page_nbytes=padded(host.nbytes),
                 wake=wake,
-                readers=None if self._nvme.readers == "auto" else self._nvme.readers,
-                timeout_s=self._nvme.timeout,
                 description=described,
                 payload=self._nvme.payload,
                 read_only=self._nvme.read_only,
+                **where,
             )
 
         return _Pool(host, open_tier, writer, self._nvme.timeout, self._staging)
@@ -628,12 +636,16 @@ class _Pool:
     def __init__(
         self,
         host: _Host,
-        open_tier: Callable[[Callable[[], None]], NvmeTier] | None,
+        open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
         is_writer: bool,
         timeout_s: float,
         staging_nbytes: int,
     ) -> None:
-        """Open the tier. ``open_tier`` is None if this process keeps no pages of the pool."""
+        """Open the tier. ``open_tier`` is None for a pool without pages.
+
+        If it returns None, because the process that writes the pages has not created the directory yet, it is called
+        again later.
+        """
         self.host = host
         self.is_writer = is_writer
         self._timeout_s = timeout_s
@@ -644,7 +656,9 @@ class _Pool:
         self._waiting: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._chunks: Chunks | None = None
-        self._tier: NvmeTier | None = None
+        self._tier: NvmeTier | Follower | None = None
+        self._open_tier = open_tier
+        self._tried = -_RETRY_S
         if open_tier is None:
             return
         row_nbytes = padded(host.nbytes)
@@ -652,8 +666,8 @@ class _Pool:
         self._memory = buffer(rows * row_nbytes).reshape(rows, row_nbytes)
         self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
         self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
-        self._tier = open_tier(self._wake)
-        self._chunks = Chunks(self._tier, self._memory, threading.Event())
+        with self._changed:
+            self._open()
 
     @property
     def is_logical(self) -> bool:
@@ -668,6 +682,7 @@ class _Pool:
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which pages are on disk or being written. Does not access the disk."""
         with self._changed:
+            self._open()
             return [self._has(key) for key in keys]
 
     def get(self, keys: Sequence[bytes], copy: _Copy) -> list[bool]:
@@ -676,6 +691,8 @@ class _Pool:
         The disk reads the next pages while ``copy`` runs. Takes at most ``timeout_s`` seconds, not counting copies.
         """
         found = [False] * len(keys)
+        with self._changed:
+            self._open()
         chunks = self._chunks
         if chunks is None:
             self._count({"miss": len(keys)})
@@ -803,6 +820,17 @@ class _Pool:
             return faults
 
     # -- with the lock held --------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Open the tier if it is not open. At most one attempt per second."""
+        now = time.monotonic()
+        if self._tier is not None or self._open_tier is None or now - self._tried < _RETRY_S:
+            return
+        self._tried = now
+        self._tier = tier = self._open_tier(self._wake)
+        if tier is not None:
+            kind = Chunks if self.is_writer else FollowedChunks
+            self._chunks = kind(tier, self._memory, threading.Event())
 
     def _has(self, key: bytes) -> bool:
         chunks, tier = self._chunks, self._tier

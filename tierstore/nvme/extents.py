@@ -143,9 +143,7 @@ class ExtentFiles:
             IntegrityError: The file is missing or truncated, or the slot does not start with a record.
             OSError: The slot cannot be read.
         """
-        fd = self._fds.get(place.extent)
-        if fd is None:
-            raise IntegrityError(f"extent file {place.extent} does not exist")
+        fd = self.descriptor(place.extent)
         if self._direct and not (is_aligned(out) and is_aligned(scratch[:BLOCK])):
             self._read_bounced(fd, place, out, scratch)
         else:
@@ -154,6 +152,13 @@ class ExtentFiles:
         if scratch[:_HEAD_AT].tobytes() != PREFIX:
             raise IntegrityError("the slot does not start with a record")
         return scratch[_HEAD_AT:BLOCK]
+
+    def descriptor(self, number: int) -> int:
+        """Return the descriptor of a file. Raises IntegrityError if there is no such file."""
+        fd = self._fds.get(number)
+        if fd is None:
+            raise IntegrityError(f"extent file {number} does not exist")
+        return fd
 
     def close(self) -> None:
         """Close the files. No other call may be in progress or follow."""
@@ -182,7 +187,8 @@ class ExtentFiles:
         except BaseException:
             os.close(fd)
             raise
-        self._fds[number] = fd
+        if self._fds.setdefault(number, fd) != fd:  # another thread was faster
+            os.close(fd)
 
     def _sync_directory(self) -> None:
         fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
