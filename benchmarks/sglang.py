@@ -12,8 +12,8 @@ threads and the same order.
 its files. The time to write them includes ``os.sync``, so that both backends are measured until all bytes are on disk.
 
 The second part changes 1,000 random bytes in the files of each backend, and counts the pages that are returned with
-wrong bytes. Bytes in TierStore's catalogue are changed in a run of their own, because the tier starts empty if one of
-them is damaged.
+wrong bytes. Bytes in TierStore's catalogue are changed in a separate run, because the tier starts empty if one of them
+is damaged.
 
 The Python that runs this must have SGLang and TierStore. Without a GPU, ``--prepare MODULE:NAME`` calls a function
 that replaces the parts of SGLang that need one, such as ``tests.sglang.shims:install``.

@@ -140,7 +140,7 @@ class Trouble:
             self._account.count("faults", "reordered")
 
     def _hang(self, lane: Lane) -> None:
-        """Acknowledge a held read as if the disk hung: two of its pages are late, and the others were not tried."""
+        """Acknowledge a held read as if the disk hung: report two pages as late and the others as not attempted."""
         gate = self._gate(UP)
         if gate is not None and gate.tell_late(UP, set(self._chance.sample(range(4), 2))):
             self._account.count("faults", "reads told late")

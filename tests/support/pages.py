@@ -29,7 +29,7 @@ SPEC = PageSpec(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8, dtype="fl
 
 
 def chain(length: int, name: str = "") -> list[PageKey]:
-    """Return distinct keys of 36 bytes for the pages of one sequence, as ``TierStore.keys`` would return."""
+    """Return distinct 36-byte keys for the pages of one sequence, like those that ``TierStore.keys`` returns."""
     return [PageKey(shake_128(f"{name}/{i}".encode()).digest(32) + bytes(4)) for i in range(length)]
 
 
