@@ -319,3 +319,17 @@ def test_state_inside_a_block_is_stored_with_the_block_that_attention_ends_in() 
     storing.forget()
     storing.put(set())
     assert len(store.puts) == 4
+
+
+@pytest.mark.parametrize("interval", [0, 4])
+def test_preempted_request_with_a_window_can_be_aborted(interval: int) -> None:
+    config = {"host": {"capacity": 12 * 64, "pin": "never"}}
+    engine = Engine(config, blocks=16, kinds=(Kind(), Kind(window=3)), interval=interval)
+    name = engine.add([0] * 9, 3)
+    for _ in range(4):
+        engine.step()
+    engine.preempt(name)  # vLLM then has no blocks of the request any more
+    engine.abort(name)
+    engine.run()
+    engine.check()
+    engine.close()

@@ -138,8 +138,10 @@ class Stores:
             for group in positional
             if group.kind.sparse
         }
-        if any(tables[group.number][number] == NULL_BLOCK for group in left for number in left[group]):
-            return  # vLLM has freed a part of a window, so the window is no longer complete
+        for group, numbers in left.items():
+            table = tables[group.number]
+            if any(number >= len(table) or table[number] == NULL_BLOCK for number in numbers):
+                return  # vLLM has freed a part of a window, or preempted the request, so the window is not complete
         for group, numbers in left.items():
             keys = known.chains[group.number].first(max(ends) // group.block_size)
             self._collect(known, group, tables[group.number], keys, numbers)
