@@ -393,8 +393,8 @@ class StoreConfig(_Section):
     def codec(self) -> str:
         """The codec of the lowest configured tier below HBM.
 
-        This is ``nvme.codec``, or ``host.codec`` if there is no disk tier or ``nvme.codec`` is "none". In that
-        case pages are written to disk as they are encoded in host memory.
+        This is ``nvme.codec``. It is ``host.codec`` if there is no disk tier, or if ``nvme.codec`` is "none",
+        because pages are then written to disk in the form that they have in host memory.
         """
         host, disk = ("none" if section is None else section.codec for section in (self.host, self.nvme))
         return host if disk == "none" else disk

@@ -73,7 +73,7 @@ class SharedFile:
 
 
 def start_all(threads: Sequence[Thread], end: Callable[[], object]) -> None:
-    """Start all threads. If one cannot be started, call ``end`` and raise.
+    """Start all threads. If one cannot be started, call ``end`` and raise RuntimeError.
 
     Args:
         threads: The threads to start.

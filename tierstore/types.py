@@ -183,7 +183,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierDescription:
-    """The properties of a tier. The store's code depends on these, and not on which tier it is.
+    """The properties of a tier. The store's code depends only on them, not on the name of the tier.
 
     Attributes:
         addressing: "slots": the tier is memory, and each slot contains one page. "records": the tier stores

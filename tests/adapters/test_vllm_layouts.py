@@ -515,14 +515,14 @@ def test_smaller_kernel_blocks_and_groups_over_the_same_bytes_are_encoded() -> N
             [torch.zeros(B, H, N, 128, dtype=BF16), torch.zeros(B, 1, N, 128, dtype=BF16)],
             "differ in shape or dtype",
         ),
-        ([torch.zeros(B, H, N, 128)], "elements of float32 per block, which are not .* of bfloat16"),
+        ([torch.zeros(B, H, N, 128)], "of bfloat16, got .* elements of float32 per block"),
         (
             [torch.zeros(B, H, N, 96, dtype=BF16)],
-            "1 x 768 elements of bfloat16 per block, which are not 4 tokens",
+            "blocks of 4 tokens .*, got KV tensors with 1 x 768 elements of bfloat16 per block",
         ),
         (
             [torch.zeros(2, B, N, 3, 64, dtype=BF16)],
-            "2 x 768 elements of bfloat16 per block, which are not 4 tokens",
+            "blocks of 4 tokens .*, got KV tensors with 2 x 768 elements of bfloat16 per block",
         ),
     ],
 )

@@ -9,7 +9,7 @@ Pages on disk are checksummed, and are found again after a restart. Their total 
 by an engine with the same model, revision, dtypes, layout, page size and parallelism.
 
 Pages are copied through staging buffers of this module, which consist of huge pages. There are two reasons. First, a
-read that hangs may still write to its buffer much later, when SGLang has long given the memory to another page.
+read that hangs may still write to its buffer much later, after SGLang has reused the memory for another page.
 Second, a disk fills huge pages up to three times as fast as SGLang's memory pages of 4 KiB
 (docs/benchmarks/disk.md). A page is copied to SGLang's memory only after its checksum was verified.
 
@@ -161,8 +161,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Remember one of SGLang's host pools.
 
-        A pool that is registered after the first ones makes all pools close and open again, because the capacity is
-        divided among the pools.
+        If the other pools are already open, all pools are closed and opened again, because the capacity is divided
+        among them.
         """
         self.registered_pools[host_pool_name] = host_pool
         self._add(_name(host_pool_name), host_pool)
@@ -189,7 +189,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     # -- pages of KV ---------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return how many of the first keys are on disk without a gap. Takes no disk access.
+        """Return the length of the longest prefix of ``keys`` whose pages are on disk. Does not access the disk.
 
         While the disk hangs or fails, almost all pages count as missing.
         """
@@ -206,7 +206,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return self._read(_KV, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Copy pages out of SGLang's host memory and queue them to be written. The arguments are as for a get.
+        """Copy pages out of SGLang's host memory and queue them to be written. For the arguments, see ``batch_get_v1``.
 
         Returns:
             Which pages are on disk or queued. A queued page may still be lost, for example if the disk is full.
@@ -268,8 +268,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
         Returns:
             A ``PoolTransferResult``. ``kv_hit_pages`` is the longest restorable prefix, and
-            ``restorable_prefix_pages`` lists all of them, because a prefix that ends between two stored states
-            cannot be restored.
+            ``restorable_prefix_pages`` lists all restorable prefixes, because a prefix that ends between two
+            stored states cannot be restored.
         """
         pool = self._pool(_KV)
         if pool is None:
@@ -336,7 +336,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return {name: pool.stats() for name, pool in self._opened().items()}
 
     def check(self) -> list[str]:
-        """Return a description of each broken invariant. Empty if there is none."""
+        """Return a description of each broken invariant. The result is empty if all invariants hold."""
         return [f"{name}: {fault}" for name, pool in self._opened().items() for fault in pool.check()]
 
     # -- within --------------------------------------------------------------------------------------------
@@ -652,7 +652,7 @@ class _Pool:
         self._changed = threading.Condition()
         self._jobs = count(1)
         self._arrived: dict[int, frozenset[bytes]] = {}
-        """The keys that arrived, by load that has ended and whose caller still waits."""
+        """The keys that arrived, for each load that has ended while its caller is still waiting for it."""
         self._waiting: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._chunks: Chunks | None = None
@@ -790,7 +790,7 @@ class _Pool:
             self._chunks.close(_CLOSE_S)
 
     def stats(self) -> dict[str, object]:
-        """Return the tier's figures and those of this object."""
+        """Return the tier's ``stats`` and further values of this object."""
         with self._changed:
             figures = {} if self._chunks is None else self._chunks.stats()
             return {**figures, **{f"pages_{name}": self._counts[name] for name in _OUTCOMES}}

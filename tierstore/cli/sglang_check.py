@@ -117,7 +117,7 @@ def factory(package: Path) -> Check:
 
 
 def zero_copy(package: Path) -> Check:
-    """Check that SGLang can pass the places of pages in its host memory instead of tensors."""
+    """Check that SGLang can pass the token indices of pages in its host memory instead of tensors."""
     if "interface_v1" in _text(package / _CONTROLLER):
         return Check("interface_v1", "present")
     return Check(

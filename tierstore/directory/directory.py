@@ -440,7 +440,7 @@ class Directory:
             self.writeback.permitted(key)
 
     def _save_revived(self, limit: int) -> bool:
-        """Let up to ``limit`` pages that became reachable again be saved, as if they had just been put.
+        """Queue up to ``limit`` pages that became reachable again to be saved, as if they had just been put.
 
         Returns:
             Whether any of these pages remain.

@@ -350,7 +350,9 @@ class Leases:
             self._hit([key for _, key in run], source)
 
     def _load(self, lease: LeaseRecord, index: int, keys: Sequence[PageKey], now: float) -> str | None:
-        """Start loading pages from the fastest tier that has the first of ``keys``, up to the first that cannot start.
+        """Start loading a prefix of ``keys`` from the fastest tier that has the first page.
+
+        The prefix ends before the first page that cannot be loaded from that tier now.
 
         Returns:
             The reason why the first page cannot be loaded, or None.

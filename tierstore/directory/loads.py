@@ -416,9 +416,9 @@ class Promotions:
         return victim is not None and table.copies[victim].rank < BAND
 
     def _give_place(self, later: Sequence[str], tier: Tier) -> bool:
-        """Choose a page that the first request in ``later`` keeps in the tier, and release it for all of ``later``.
+        """Stop keeping one page in the tier for the requests in ``later``.
 
-        The choice is the most recently kept page that can be given up.
+        It is the most recently kept page of the first request in ``later`` that can be given up.
 
         Returns:
             False if no page of this request can be given up.

@@ -223,7 +223,7 @@ class Exactness:
             self._tainted.update(keys)
 
     def put(self, key: PageKey, parent: PageKey | None) -> None:
-        """Update whether a page that is about to be put after ``parent`` is tainted.
+        """Mark a page that is about to be put after ``parent`` as tainted or not tainted.
 
         Call this before the new copy is added, and while the copies of ``parent`` exist.
         """

@@ -266,9 +266,9 @@ class _Page(NamedTuple):
 class OutgoingPages:
     """Pages that an engine has put and that are not copied out yet. Used if an engine owns HBM.
 
-    ``num_slots`` is 0 until the engine's tensors are registered. ``sinks`` is told which pages are to be copied
-    out, and when the copy of a page has ended or is given up, because a caller may ask to flush or demote such a
-    page before any tier has it.
+    ``num_slots`` is 0 until the engine's tensors are registered. A caller may ask to flush or demote such a page
+    before any tier has it. This class therefore reports to ``sinks`` which pages are to be copied out, and when the
+    copy of a page has ended or is given up.
     """
 
     def __init__(

@@ -304,7 +304,7 @@ class WriteBack:
     # -- planning -----------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> bool:
-        """Plan a bounded number of copies, for each of the four reasons that the module lists.
+        """Plan a bounded number of copies, for each of the four reasons in the module docstring.
 
         Returns:
             Whether there are further copies that can be planned now.

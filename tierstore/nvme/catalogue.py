@@ -274,7 +274,7 @@ class Catalogue:
     def turn(self) -> None:
         """Commit a transaction that changes almost nothing.
 
-        LMDB reuses space freed by a transaction no earlier than in the second transaction after it. This
+        Space that a transaction has freed can be reused only from the second transaction after it on. This
         commit makes the space freed by the last erase usable, and shows whether the disk accepts writes
         again.
         """

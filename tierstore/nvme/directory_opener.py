@@ -193,7 +193,7 @@ def open_frozen(
     readers: int | None,
     held_nbytes: int | None,
 ) -> FrozenShard:
-    """Open the marker's sub-directory of ``path`` read-only, possibly on a read-only medium.
+    """Open the sub-directory of ``path`` that the marker names. The medium may be read-only.
 
     Nothing is written except a missing lock file.
 

@@ -285,7 +285,7 @@ class Returns:
         self.begun += 1
 
     def end(self, since: int, now: int, *, back: bool) -> None:
-        """Count the end of a wait that started at time ``since``. No effect if ``age`` has given up the wait.
+        """Count the end of a wait that started at time ``since``. No effect if ``age`` has already ended the wait.
 
         ``back`` is True if the page was requested again.
         """

@@ -55,7 +55,9 @@ def require_tested() -> None:
         raise ConfigError(f"TierStoreConnector needs vLLM {_range()}, got {version}; install a newer vLLM")
     if found > NEWEST:
         _log.warning(
-            "vLLM %s is newer than the versions that TierStoreConnector is tested with, %s", version, _range()
+            "vLLM %s is newer than the versions that TierStoreConnector is tested with (%s)",
+            version,
+            _range(),
         )
 
 

@@ -153,8 +153,8 @@ def _path_of(path: Path, replica: int | None) -> Path:
 def _for_engine(config: StoreConfig) -> StoreConfig:
     if config.hbm is not None and config.hbm.owner == "store":
         raise ConfigError(
-            "hbm.owner must be 'engine' under vLLM, which owns HBM, got 'store'; "
-            "change it, or leave out the hbm section"
+            "hbm.owner must be 'engine' under vLLM, because vLLM owns HBM, but is 'store'; change it, or leave out "
+            "the hbm section"
         )
     if config.host is None:
         raise ConfigError(

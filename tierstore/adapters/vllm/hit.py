@@ -5,8 +5,8 @@
 ``longest_hit`` finds the longest hit at whose end each group has what the next token needs. A group with full
 attention needs all blocks up to the end of the hit. A sliding window only needs the blocks that the next token
 sees, and a recurrent state only the block that ends there. With ``Groups.tail_unit``, a hit may also end inside a
-block, if the store has a page of the block as it was when only the tokens up to there had been computed. ``costs``
-may shorten the hit.
+block, if the block was stored when exactly the tokens up to that end had been computed. ``costs`` may shorten the
+hit.
 
 ``pages_to_load`` returns the pages and blocks of a hit that vLLM has accepted. ``local_tokens`` returns the number
 of tokens that are cached in vLLM itself.

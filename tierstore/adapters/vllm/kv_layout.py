@@ -194,9 +194,9 @@ def _of_heads(
     dtype = _named(layers[0].dtype)
     if left or odd or order is None or dtype != heads.dtype:
         raise ConfigError(
-            f"host.codec must be none with this model under vLLM: its KV tensors have {pieces} x {elements} elements "
-            f"of {dtype} per block, which are not {block_size} tokens of heads with {heads.planes} x {heads.dim} "
-            f"elements of {heads.dtype}; set host.codec to none"
+            f"host.codec must be none with this model under vLLM: expected blocks of {block_size} tokens of heads with "
+            f"{heads.planes} x {heads.dim} elements of {heads.dtype}, got KV tensors with {pieces} x {elements} "
+            f"elements of {dtype} per block; set host.codec to none"
         )
     letters, *outer = order
     letters, inner = (letters + "KD", (2, heads.dim)) if heads.planes == 2 else (letters + "D", (heads.dim,))

@@ -105,7 +105,7 @@ def summed(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def in_words(figures: Mapping[str, Mapping[str, float]]) -> dict[str, int | float]:
-    """Return the values for a log line: pages by tier, MB and GB/s by edge, troubled ranks, and failed pages."""
+    """Return the values for a log line: pages by tier, MB and GB/s by edge, ranks with problems, and failed pages."""
     words: dict[str, int | float] = {}
     for tier, pages in figures.get("hits_pages", {}).items():
         words[f"Pages loaded from {tier}"] = int(pages)

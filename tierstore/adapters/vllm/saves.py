@@ -156,7 +156,7 @@ class Stores:
             self._collected[block] = _Page(key, parent)
 
     def reused(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """Record that blocks were reassigned. Return the ones that copies are still reading.
+        """Record that blocks were reassigned. Return those of them that copies are still reading.
 
         These copies must complete before the blocks are overwritten.
         """

@@ -171,7 +171,7 @@ class Tiers:
 
 
 def _most_ahead(config: StoreConfig, hello: Hello) -> int:
-    """Return how many pages may be prefetched at a time, from the prefetch section or its defaults."""
+    """Return how many pages may be prefetched at a time, according to the prefetch section or its defaults."""
     limits = config.prefetch or PrefetchConfig()
     return min(limits.pages_of_host(hello.host_slots), limits.pages_in_flight(hello.spec.page_nbytes))
 
