@@ -228,7 +228,7 @@ class Session:
         give_back(self._home.store, tail)
 
     def _copy_tail(self, num_tokens: int) -> Tail | None:
-        """Copy the partially filled page for a fork within it.
+        """Copy the partially filled page for a fork that ends within this page.
 
         Return None if there is no such page or no free slot.
         """
