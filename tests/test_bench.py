@@ -29,6 +29,8 @@ def test_bench_core_prints_every_figure_and_leaves_nothing_behind(tmp_path: Path
         "restore of 40 pages, int8: kernels",
         "vLLM's scheduler, 40 blocks in its own cache",
         "vLLM's scheduler, 40 blocks restored, in all",
+        "vLLM's scheduler, 40 blocks stored in free slots",
+        "vLLM's scheduler, 40 blocks stored in place of others",
         "lock hold",
         "memory of a page",
         "open with 500 records",

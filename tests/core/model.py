@@ -127,7 +127,7 @@ class ResidencyModel:
         readable = {tier: set(keys) for tier, keys in self.ready.items()}
         slot = self._attempt(
             lambda: self.residency.reserve(
-                (key,), dst, reserved, src, memory_only=confine, parent=parent if first else None
+                (key,), dst, reserved, src, memory_only=confine, parents=(parent if first else None,)
             )[0][0]
         )
         if slot is None:

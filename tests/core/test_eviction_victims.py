@@ -49,7 +49,7 @@ def test_a_parent_is_evicted_after_its_last_child_and_then_at_its_own_rank(
 def test_an_unreachable_page_counts_once_although_its_child_leaves_with_it() -> None:
     residency = Residency({Tier.NVME: TierTable(Lru(), budget_nbytes=30)})
     for key, parent in ((OLD_CHILD, ROOT), (NEW_CHILD, OLD_CHILD), (LONER, None)):
-        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parent=parent)
+        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parents=(parent,))
         residency.commit((key,), Tier.NVME, (slot,), sizes=(10,), parents=(parent,))
     assert chosen(residency, 20) == [NEW_CHILD, OLD_CHILD]
     assert chosen(residency, 30) == [NEW_CHILD, OLD_CHILD, LONER]
@@ -60,7 +60,7 @@ def test_a_parent_is_not_evicted_while_a_copy_of_its_child_is_in_flight_to_anoth
         {Tier.HOST: TierTable(Lru(), num_slots=2), Tier.NVME: TierTable(Lru(), budget_nbytes=20)}
     )
     for key, parent in ((ROOT, None), (OLD_CHILD, ROOT)):
-        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parent=parent)
+        [(slot, _)] = residency.reserve((key,), Tier.NVME, 10, parents=(parent,))
         residency.commit((key,), Tier.NVME, (slot,), sizes=(10,), parents=(parent,))
     assert chosen(residency, 20) == [OLD_CHILD, ROOT]
     residency.reserve((OLD_CHILD,), Tier.HOST, 0)

@@ -21,7 +21,7 @@ def residency(slots: int = PAGES + 8) -> Residency:
 
 
 def put(pages: Residency, key: PageKey, parent: PageKey | None) -> None:
-    [(slot, _)] = pages.reserve((key,), Tier.HOST, parent=parent)
+    [(slot, _)] = pages.reserve((key,), Tier.HOST, parents=(parent,))
     pages.commit((key,), Tier.HOST, (slot,), parents=(parent,))
 
 

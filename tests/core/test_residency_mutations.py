@@ -74,8 +74,8 @@ BUGS = [
     ),
     Bug(
         "every page of a run may evict a page",
-        "                if places:\n                    break\n                self._make_space",
-        "                self._make_space",
+        "                if places and copied:\n                    break\n",
+        "",
     ),
     Bug(
         "a mirror of a pinned copy keeps its queue",
@@ -94,8 +94,8 @@ BUGS = [
     ),
     Bug(
         "a copy that arrived stays in its queues",
-        "            resettle(key)\n            if changed",
-        "            if changed",
+        "            resettle(key)\n        return found",
+        "            pass\n        return found",
     ),
     Bug("a copy that arrived is not counted as ready", "            table.arriving -= 1\n", ""),
     Bug(
@@ -144,8 +144,8 @@ BUGS = [
     ),
     Bug(
         "a parent that becomes known is not protected",
-        "            lineage.link(key, parent)\n            self.queues.resettle(parent)\n",
-        "            lineage.link(key, parent)\n",
+        "            if parent != unsettled:\n                self.queues.resettle(parent)\n",
+        "",
     ),
     Bug(
         "the parent of a lost page stays protected",
@@ -221,8 +221,8 @@ BUGS = [
     ),
     Bug(
         "descendants of a page in flight count as unreachable",
-        "                self.orphans.recheck_children(key)\n                parent = key",
-        "                parent = key",
+        "            if first:\n                self.orphans.recheck_children(key)\n",
+        "",
     ),
     Bug(
         "a page in flight counts as reachable whatever page it follows",
@@ -266,7 +266,7 @@ BUGS = [
     ),
     Bug(
         "an unreachable page evicts a page in a lower tier",
-        "if cut_off and not self.tables[dst].has_space(nbytes):",
+        "if full and (self.orphans.after(parent) if first else key in self.orphans):",
         "if False:",
     ),
     Bug(

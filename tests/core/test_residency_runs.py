@@ -14,7 +14,7 @@ from tests.support.planting import Bug, load
 from tierstore.directory import residency as module
 from tierstore.directory.invariants import check_residency
 from tierstore.directory.residency import Residency, TierTable
-from tierstore.errors import LeaseError
+from tierstore.errors import CapacityError, LeaseError
 from tierstore.policy.orders import Fifo
 from tierstore.policy.registry import make_policy
 from tierstore.types import PageKey, Tier
@@ -107,9 +107,33 @@ def test_storable_page_lifts_its_refused_parent() -> None:
     parent, child = KEYS[:2]
     residency.memory_only.refuse(parent)
     residency.adopt(parent, Tier.HBM, residency.take(Tier.HBM), None)
-    [(slot, _)] = residency.reserve((child,), Tier.HBM, parent=parent)
+    [(slot, _)] = residency.reserve((child,), Tier.HBM, parents=(parent,))
     assert not residency.memory_only.will_lift(parent)
     residency.adopt(child, Tier.HBM, residency.take(Tier.HBM), None)
     assert residency.memory_only.will_lift(parent)
     residency.fail(child, Tier.HBM, slot)
+    check_residency(residency)
+
+
+def test_new_pages_from_outside_the_tiers_each_take_a_victims_slot_until_none_is_left() -> None:
+    residency = residency_of(keys=SIX)
+    host = residency.tables[Tier.HOST]
+    residency.pin(SIX[4:], Tier.HOST)
+    new = [PageKey(bytes([100 + number]) * 36) for number in range(6)]
+    places = residency.reserve(new, Tier.HOST)
+    assert [drop.key for drop in residency.dropped] == SIX[:4]
+    assert len({slot for slot, _ in places}) == 4
+    assert list(host.copies) == SIX[4:] + new[:4]
+    check_residency(residency)
+    with pytest.raises(CapacityError):
+        residency.reserve(new[4:], Tier.HOST)
+
+
+def test_of_pages_that_arrive_together_only_the_last_can_be_evicted() -> None:
+    residency = residency_of(keys=())
+    slots = [slot for slot, _ in residency.reserve(SIX, Tier.HOST)]
+    residency.commit(SIX[:3], Tier.HOST, slots[:3], parents=[None, *SIX[:2]])
+    assert list(residency.tables[Tier.HOST].droppable) == [SIX[2]]
+    residency.commit(SIX[3:], Tier.HOST, slots[3:], parents=SIX[2:5])
+    assert list(residency.tables[Tier.HOST].droppable) == [SIX[5]]
     check_residency(residency)

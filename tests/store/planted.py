@@ -333,7 +333,7 @@ def a_late_slot_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
         copy = self.residency.tables[dst].copies.get(key)
         if copy is not None and copy.slot == slot and not copy.ready:
             self.residency.fail(key, dst, slot)
-            self._settled(key, dst, readable=False)
+            self._settled((key,), dst, (False,))
 
     def tolerant(self: Residency, tier: Tier, table: TierTable, slot: int) -> None:
         if slot in table.quarantine:

@@ -6,7 +6,8 @@
 - vLLM's scheduler: the time per block of the part of the connector that runs in vLLM's scheduler. There is no
   worker and no tensor; acks are simulated. If the blocks are in vLLM's own cache, all this time is spent before the
   first token of a request. In a restore, only the time until the scheduler sends the first orders to copy blocks
-  delays the first token; the rest overlaps with the copies.
+  delays the first token; the rest overlaps with the copies. The time to store blocks overlaps with the forward
+  passes that compute them, unless the engine waits for its scheduler.
 """
 
 from __future__ import annotations
@@ -350,6 +351,8 @@ _SPEC = PageSpec(
 _SCHEDULED_TOKENS = 512
 """Number of blocks that one scheduler step computes, which have 8,192 tokens in total."""
 _SCHEDULER_RUNS = 5
+_DOCUMENTS = 4
+"""Number of documents for which host memory has space."""
 _HIT_GOAL_US = 1.2
 _SETTLED_STEPS = 4
 _MOST_STEPS = 10_000
@@ -374,22 +377,27 @@ class _Engine:
     """
 
     def __init__(self, blocks: int) -> None:
-        config = load_config({"host": {"capacity": 4 * blocks * _SPEC.page_nbytes, "pin": "never"}})
+        slots = _DOCUMENTS * blocks
+        config = load_config({"host": {"capacity": slots * _SPEC.page_nbytes, "pin": "never"}})
         terms = Terms(config, Groups((Group(0, _BLOCK),)), load_timeout_s=600.0)
         self.half = SchedulerHalf(terms, [bytes(range(32))])
-        self.half.meet([Hello(0, _SPEC, 4 * blocks, 4 * blocks, None)])
+        self.half.meet([Hello(0, _SPEC, slots, slots, None)])
         self._blocks = blocks
         self._names = 0
 
-    def request(self) -> _Request:
-        """Return a request with a new name. All requests have the same prompt: the document and one more token."""
+    def request(self, document: int = 0) -> _Request:
+        """Return a request with a new name. Its prompt is the document with this number, and one more token."""
         self._names += 1
-        hashes = [sha256(str(i).encode()).digest() for i in range(self._blocks)]
+        hashes = [sha256(f"{document} {i}".encode()).digest() for i in range(self._blocks)]
         return _Request(f"r{self._names}", hashes, self._blocks * _BLOCK + 1)
 
-    def compute(self) -> None:
-        """Simulate a request that computes the prompt chunk by chunk, so that all its blocks are stored."""
-        request = self.request()
+    def store(self, document: int) -> float:
+        """Return how long a request takes, in seconds, that computes a new document, so that its blocks are stored.
+
+        The engine computes the prompt chunk by chunk.
+        """
+        request = self.request(document)
+        begin = perf_counter()
         self.half.arrived(request)
         assert self.half.offer(request, 0) == 0
         for start in range(0, self._blocks, _SCHEDULED_TOKENS):
@@ -397,6 +405,7 @@ class _Engine:
         self._end(request)
         for _ in range(_SETTLED_STEPS):
             self._carry(self.half.orders(()))
+        return perf_counter() - begin
 
     def hit(self) -> float:
         """Return how long a request takes, in seconds, if all its blocks are in the engine's cache.
@@ -454,12 +463,15 @@ class _Engine:
 def scheduler_rows(blocks: int) -> Sequence[Row]:
     """Measure the connector's time per block in the scheduler, for a request of ``blocks`` blocks.
 
-    The time is measured for blocks in vLLM's own cache, and for blocks restored from host memory.
+    The time is measured for blocks in vLLM's own cache, for blocks restored from host memory, and for blocks stored
+    in host memory, in free slots and in slots from which other pages must be dropped.
     """
     engine = _Engine(blocks)
-    engine.compute()
+    engine.store(0)
     hit = min(engine.hit() for _ in range(_SCHEDULER_RUNS))
     restores = [engine.restore() for _ in range(_SCHEDULER_RUNS)]
+    free = [engine.store(document) for document in range(1, _DOCUMENTS)]
+    full = [engine.store(document) for document in range(_DOCUMENTS, _DOCUMENTS + _SCHEDULER_RUNS)]
     engine.half.check()
     engine.half.close()
     name = f"vLLM's scheduler, {blocks} blocks"
@@ -470,6 +482,8 @@ def scheduler_rows(blocks: int) -> Sequence[Row]:
             f"{name} restored, up to the first order", min(first for first, _ in restores) * each, "us/block"
         ),
         Row(f"{name} restored, in all", min(whole for _, whole in restores) * each, "us/block"),
+        Row(f"{name} stored in free slots", min(free) * each, "us/block"),
+        Row(f"{name} stored in place of others", min(full) * each, "us/block"),
     ]
 
 

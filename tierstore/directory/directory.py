@@ -342,8 +342,7 @@ class Directory:
                 self.admission.written(key, size, now)
         source = src if src in self.residency.tables else None
         if source is None:
-            for slot in transfer.src_slots:
-                self.outgoing.ended(slot)
+            self.outgoing.ended(*transfer.src_slots)
         readable = self.residency.commit(
             keys,
             dst,
@@ -355,10 +354,11 @@ class Directory:
         )
         if source is not None:
             sinks.unpinned(keys, source)
-        for key, there in zip(keys, readable, strict=True):
-            if there and src < dst:
-                self.writeback.saved(key, dst)
-            self._settled(key, dst, readable=there)
+        if src < dst:
+            arrived = [key for key, there in zip(keys, readable, strict=True) if there]
+            if arrived:
+                self.writeback.saved(arrived, dst)
+        self._settled(keys, dst, readable)
 
     def _failed(self, transfer: Transfer, i: int, failure: Failure) -> None:
         key, slot, dst = transfer.keys[i], transfer.dst_slots[i], transfer.dst
@@ -377,7 +377,7 @@ class Directory:
             self._drop_unfit(key, transfer.src)
         elif transfer.src < dst:
             self.writeback.not_saved(key, transfer.src, dst)
-        self._settled(key, dst, readable=False)
+        self._settled((key,), dst, (False,))
 
     def _late(self, key: PageKey, dst: Tier, slot: int) -> None:
         """Let all leases and copies that wait for a late page continue without it."""
@@ -388,18 +388,21 @@ class Directory:
             self.loads.late(key, slot)
         else:
             self.residency.abort(key, dst)
-            self._settled(key, dst, readable=False)
+            self._settled((key,), dst, (False,))
 
-    def _settled(self, key: PageKey, dst: Tier, *, readable: bool) -> None:
-        """Inform waiting loads and sinks that the page's copy to ``dst``, a tier below HBM, has ended.
+    def _settled(self, keys: Sequence[PageKey], dst: Tier, readable: Sequence[bool]) -> None:
+        """Inform waiting loads and sinks that copies of these pages to ``dst``, a tier below HBM, have ended.
 
-        ``readable`` is False if the copy failed.
+        ``readable`` contains False for each copy that failed.
         """
-        if dst == self.loads.gate and key not in self.residency.tables[dst].copies:
-            self.loads.lost(key)
-        elif dst == self.loads.gate and readable:
-            self.loads.promoted(key)
-        self.writeback.sinks.wake(key)
+        if dst == self.loads.gate and self.loads.promoting:
+            copies = self.residency.tables[dst].copies
+            for key, there in zip(keys, readable, strict=True):
+                if key not in copies:
+                    self.loads.lost(key)
+                elif there:
+                    self.loads.promoted(key)
+        self.writeback.sinks.wake(keys)
 
     def _drop_broken(self, key: PageKey, tier: Tier, slot: int, failure: Failure) -> None:
         table = self.residency.tables.get(tier)

@@ -25,7 +25,7 @@ from tierstore.policy.orders import BAND
 from tierstore.types import Tier, exact_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from tierstore.directory.admission import MemoryOnly
     from tierstore.directory.lineage import Lineage
@@ -439,41 +439,43 @@ class Space:
 
     def copy_from_engine(
         self,
-        key: PageKey,
-        slot: int,
+        keys: Sequence[PageKey],
+        slots: Sequence[int],
         dst: Tier,
-        parent: PageKey | None,
+        parents: Sequence[PageKey | None],
         *,
         memory_only: bool,
-        coming: bool = False,
-    ) -> bool:
-        """Reserve a slot in ``dst`` and plan to copy a page there from an engine's slot.
-
-        The page must be in no tier.
+        coming: Container[PageKey | None] = (),
+    ) -> int:
+        """Reserve slots in ``dst`` and plan to copy a prefix of ``keys`` there from an engine's slots.
 
         Args:
-            key: The page.
-            slot: The engine's slot.
+            keys: Pages that are in no tier.
+            slots: The engine's slots.
             dst: The destination.
-            parent: The page before it, or None.
-            memory_only: Whether the page must never be stored below memory.
-            coming: Whether ``parent`` is itself still to be copied out of an engine's slot. It then counts as
+            parents: The page before each page, or None.
+            memory_only: Whether the pages must never be stored below memory.
+            coming: The pages that are still to be copied out of an engine's slot. A parent among them counts as
                 present.
 
         Returns:
-            False if there is no space.
+            The number of pages. 0 if there is no space.
         """
-        follows = None if coming else parent
-        nbytes = self._nbytes(dst)
+        follows = [None if parent in coming else parent for parent in parents]
+        nbytes, residency = self._nbytes(dst), self._residency
         try:
-            [(dst_slot, _)] = self._residency.reserve(
-                (key,), dst, nbytes, memory_only=memory_only, parent=follows
-            )
+            places = residency.reserve(keys, dst, nbytes, memory_only=memory_only, parents=follows)
         except CapacityError:
-            return False
-        self._residency.exactness.put(key, parent)
-        self._transfers.add(Tier.HBM, dst, Move(key, slot, dst_slot, nbytes, parent))
-        return True
+            return 0
+        moves = [
+            Move(key, slot, dst_slot, nbytes, parent)
+            for key, slot, (dst_slot, _), parent in zip(keys, slots, places, parents, strict=False)
+        ]
+        if not residency.exactness.lossless:
+            for move in moves:
+                residency.exactness.put(move.key, move.parent)
+        self._transfers.add(Tier.HBM, dst, *moves)
+        return len(moves)
 
     def copy(self, key: PageKey, src: Tier, dst: Tier, *, over_mirrors: bool = False) -> bool:
         """Reserve a slot in the next lower tier and plan to copy a page there.

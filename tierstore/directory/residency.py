@@ -567,26 +567,27 @@ class Residency:
         *,
         pins: int = 0,
         memory_only: bool = False,
-        parent: PageKey | None = None,
+        parents: Sequence[PageKey | None] = (),
     ) -> list[tuple[int, int]]:
         """Reserve slots in ``dst`` for new copies of a prefix of ``keys``, and pin the sources in ``src``.
 
-        The new copies are not readable before ``commit``. Only the first page may cause an eviction.
-        The prefix ends before a later page if no slot is free for it, if it has a copy in ``dst`` already, or
-        if it is not readable in ``src``.
+        The new copies are not readable before ``commit``. If there is a ``src``, only the first page may cause an
+        eviction. The prefix ends before a later page if there is no slot for it, if it has a copy in ``dst``
+        already, or if it is not readable in ``src``.
 
         Two rules apply to a copy to a lower tier, and to the first copy of a page. An unreachable page takes
         only a free slot and never causes an eviction. A page never causes the eviction of its own parent,
         because it would then be unreachable itself. If a rule leaves no slot, CapacityError is raised.
 
         Args:
-            keys: Pages in the order of their sequence.
+            keys: The pages, in order.
             dst: The tier of the new copies.
             nbytes: Bytes to reserve for each page if ``dst`` is a record tier.
             src: The tier that the pages are copied from. None: the pages come from outside the tiers.
             pins: Initial number of pins of each new copy.
             memory_only: Whether pages that are in no tier yet must never be stored below memory.
-            parent: The page before the first key, if the first key is in no tier yet.
+            parents: For each page that is in no tier yet, the page before it, or None if that is unknown or not
+                there yet. Empty: None for all pages.
 
         Returns:
             A pair for each page of the prefix: its slot in ``dst``, and its slot in ``src`` (-1 if ``src`` is
@@ -603,8 +604,9 @@ class Residency:
         source, sources = self.tables[origin], self.tables[origin].copies if copied else {}
         held, unreachable = self.queues.held, self.queues.unreachable
         down, first = not copied or origin < dst, False
+        limited = dst > self.memory_only.floor
         places: list[tuple[int, int]] = []
-        for key in keys:
+        for key, parent in zip(keys, parents or repeat(None), strict=False):
             below = sources.get(key)
             if key in copies or (copied and (below is None or not below.ready)):
                 if places:
@@ -613,21 +615,29 @@ class Residency:
                 raise LeaseError(
                     f"the page is {there if key in copies else f'not readable in {origin.name}'}"
                 )
+            full = not free and not table.has_space(nbytes)
             if down:
                 first = not copied and not self.held(key)
-                refusal = self._refusal(key, dst, nbytes, parent, first=first, memory_only=memory_only)
-                if refusal is not None:
+                if full or limited:
+                    refusal = self._refusal(key, dst, parent, full=full, first=first, memory_only=memory_only)
+                    if refusal is not None:
+                        if places:
+                            break
+                        raise refusal
+            if full:
+                if places and copied:
+                    break
+                try:
+                    self._make_space(dst, table, nbytes, parent if first else None)
+                except CapacityError:
                     if places:
                         break
-                    raise refusal
-            if not free and not table.has_space(nbytes):
-                if places:
-                    break
-                self._make_space(dst, table, nbytes, parent if first else None)
+                    raise
             if first:
                 if memory_only:
                     self.memory_only.restrict(key)
-                self._begin(key, parent)
+                if parent is not None:
+                    self._begin(key, parent)
             slot = free.pop() if free and not nbytes else table.take(nbytes)
             rank = table.policy.unreachable(key) if key in unreachable else enter(key)
             if below is None:
@@ -642,7 +652,6 @@ class Residency:
             copies[key] = Copy(slot, nbytes, rank, pins=pins)
             if first:
                 self.orphans.recheck_children(key)
-                parent = key
         taken = keys[: len(places)]
         table.arriving += len(places)
         table.pinned += len(places) if pins else 0
@@ -686,6 +695,8 @@ class Residency:
         copies, parent_of, resettle = table.copies, self.lineage.parent, self.queues.resettle
         changed = self.changed
         found: list[bool] = []
+        previous: PageKey | None = None
+        arrived: list[PageKey] = []
         for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             copy, below = copies.get(key), None
             if source is not None and src is not None:
@@ -714,12 +725,16 @@ class Residency:
             copy.ready = True
             table.arriving -= 1
             table.idle += not copy.pins
-            resettle(key)
             if changed is not None:
                 changed(key, dst, True)
             if first or (parent is not None and parent_of(key) is None):
-                self._place(key, parent, first=first)
+                self._place(key, parent, first=first, unsettled=previous)
             found.append(True)
+            arrived.append(key)
+            previous = key
+        # Now that all pages are linked, only the last page of a sequence enters a queue of evictable copies.
+        for key in arrived:
+            resettle(key)
         return found
 
     def fail(self, key: PageKey, dst: Tier, slot: int) -> None:
@@ -913,24 +928,32 @@ class Residency:
         self,
         key: PageKey,
         dst: Tier,
-        nbytes: int,
         parent: PageKey | None,
         *,
+        full: bool,
         first: bool,
         memory_only: bool,
     ) -> TierStoreError | None:
         """Return the error to raise if a page may not get a slot in ``dst``, or None if it may get one.
 
-        Used for copies to a lower tier, and for the first copy of a page (``first``).
+        Used for copies to a lower tier, and for the first copy of a page (``first``). ``full`` is True if ``dst``
+        has no free slot.
         """
         if dst > (self.memory_only.floor if memory_only else self.memory_only.lowest_for(key)):
             return LeaseError(f"the page is memory-only, and {dst.name} is not memory")
-        cut_off = self.orphans.after(parent) if first else key in self.orphans
-        if cut_off and not self.tables[dst].has_space(nbytes):
+        if full and (self.orphans.after(parent) if first else key in self.orphans):
             return CapacityError(f"{dst.name}: no free slot for a page that no request can reach")
         return None
 
-    def _place(self, key: PageKey, parent: PageKey | None, *, first: bool, fresh: bool = False) -> None:
+    def _place(
+        self,
+        key: PageKey,
+        parent: PageKey | None,
+        *,
+        first: bool,
+        fresh: bool = False,
+        unsettled: PageKey | None = None,
+    ) -> None:
         """After a page became readable, link it to ``parent``, and update which pages are reachable.
 
         Args:
@@ -938,6 +961,7 @@ class Residency:
             parent: The page before it, or None if unknown.
             first: Whether no other tier has a readable copy.
             fresh: Whether the page was in no tier before.
+            unsettled: A page that the caller will put into the right eviction queue itself, or None.
         """
         lineage = self.lineage
         before, followed = lineage.parent(key), lineage.has_children(key)
@@ -947,7 +971,8 @@ class Residency:
         ):
             linked = True
             lineage.link(key, parent)
-            self.queues.resettle(parent)
+            if parent != unsettled:
+                self.queues.resettle(parent)
         if first or linked:
             before = lineage.parent(key)  # ``parent``, or the one that was given when the first copy started
             if before is not None and key not in self.memory_only:
@@ -968,12 +993,12 @@ class Residency:
             return False
         return self.lineage.precedes(key, parent)
 
-    def _begin(self, key: PageKey, parent: PageKey | None) -> None:
+    def _begin(self, key: PageKey, parent: PageKey) -> None:
         """Link a page to its parent, because the first copy of the page is about to start.
 
         From now on, the parent is not evicted before this page, just as if the copy were readable.
         """
-        if parent is not None and not self._precedes(key, parent, fresh=True):
+        if not self._precedes(key, parent, fresh=True):
             self.lineage.link(key, parent)
             self.queues.resettle(parent)
         self.orphans.begin(key, self.lineage.parent(key))

@@ -9,9 +9,11 @@ put the slot again nor load a page into it.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.directory.leases import last_key
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.types import Tier
 
@@ -348,8 +350,7 @@ class OutgoingPages:
         if wanted:
             waiting = [page for page in self._queue if page.slot in wanted]
             self._queue = deque(page for page in self._queue if page.slot not in wanted)
-            for page in waiting:
-                self._let_go(page.slot)
+            self._let_go([page.slot for page in waiting])
             self.given_up += len(waiting)
         return [slot for slot in slots if slot in self._slots]
 
@@ -376,16 +377,15 @@ class OutgoingPages:
         self._forgotten.update(self._slots)
         coming = [key for key in self._slots.values() if key is not None]
         self._slots = dict.fromkeys(self._slots)
-        for key in coming:
-            self._sinks.came(key)
+        self._sinks.came(coming)
         for slot in waiting:
             self._forgo(slot)
         return coming
 
-    def ended(self, slot: int) -> None:
-        """Report the slot as reusable in the next ``poll``, because no copy will read it any more."""
-        self._let_go(slot)
-        self.reusable.append(slot)
+    def ended(self, *slots: int) -> None:
+        """Report the slots as reusable in the next ``poll``, because no copy will read them any more."""
+        self._let_go(slots)
+        self.reusable += slots
 
     def _unreport(self, slots: Collection[int]) -> None:
         """Do not report that these slots are free, because the engine is using them again.
@@ -400,11 +400,10 @@ class OutgoingPages:
         self.num_forgotten += 1
         self.ended(slot)
 
-    def _let_go(self, slot: int) -> None:
-        self._forgotten.discard(slot)
-        key = self._slots.pop(slot)
-        if key is not None:
-            self._sinks.came(key)
+    def _let_go(self, slots: Sequence[int]) -> None:
+        self._forgotten.difference_update(slots)
+        keys = map(self._slots.pop, slots)
+        self._sinks.came([key for key in keys if key is not None])
 
     def advance(self, now: float) -> None:
         """Start the copies for which the next tier has space. Give up a page only if no space will become free.
@@ -419,46 +418,61 @@ class OutgoingPages:
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:
             page = self._queue[0]
-            key, slot, memory_only = page.key, page.slot, page.memory_only
-            if self._residency.held(key):
-                if not memory_only:
-                    self._residency.memory_only.permit_named(key)
-                    source = self._residency.where(key)
+            if self._residency.held(page.key):
+                if not page.memory_only:
+                    self._residency.memory_only.permit_named(page.key)
+                    source = self._residency.where(page.key)
                     if source is not None:
-                        self._admission.hit((key,), source)
-                self.ended(slot)
-            elif memory_only and dst > self._residency.memory_only.floor:
-                self.ended(slot)
-            elif not self._start(page, dst):
+                        self._admission.hit((page.key,), source)
+            elif page.memory_only and dst > self._residency.memory_only.floor:
+                pass
+            elif self._start(self._run(), dst):
+                continue
+            else:
                 if self._can_be_reached(page):
                     self._space.make_room(dst, len(self._queue), now)
                     self._space.relieve(dst, 1, now, spared=page.parent)
-                    if self._start(page, dst):
-                        self._queue.popleft()
+                    if self._start([page], dst):
                         continue
                     if self._space.room(dst) == 0 and not self._space.blocked(dst, now):
                         return
                 self.given_up += 1
-                self.ended(slot)
+            self.ended(page.slot)
             self._queue.popleft()
 
     def _can_be_reached(self, page: _Page) -> bool:
         return page.parent in self._sinks.coming or not self._residency.orphans.after(page.parent)
 
-    def _start(self, page: _Page, dst: Tier) -> bool:
-        """Start copying the page out of its slot. Return False if there is no space."""
-        key, parent = page.key, page.parent
-        if not self._space.copy_from_engine(
-            key,
-            page.slot,
-            dst,
-            parent,
-            memory_only=page.memory_only,
-            coming=parent is not None and parent in self._sinks.coming,
-        ):
-            return False
-        if page.doubted:
-            self._residency.exactness.doubt(key)
-        if not page.memory_only:
-            self._admission.put(key, parent, page.following, asked=self._sinks.to_disk(key))
-        return True
+    def _run(self) -> list[_Page]:
+        """Return the first queued page, and the pages right after it that can be started in the same call."""
+        memory_only, held = self._queue[0].memory_only, self._residency.held
+        run: list[_Page] = []
+        for page in islice(self._queue, BATCH_PAGES):
+            if page.memory_only != memory_only or held(page.key):
+                break
+            run.append(page)
+        return run
+
+    def _start(self, run: Sequence[_Page], dst: Tier) -> int:
+        """Start copying the first queued pages out of their slots, and remove them from the queue.
+
+        Args:
+            run: The first pages of the queue, all of them memory-only or none. They are in no tier.
+            dst: The destination.
+
+        Returns:
+            The number of pages. 0 if there is no space for the first one.
+        """
+        keys, slots, parents, *_ = zip(*run, strict=True)
+        memory_only = run[0].memory_only
+        started = self._space.copy_from_engine(
+            keys, slots, dst, parents, memory_only=memory_only, coming=self._sinks.coming
+        )
+        for page in run[:started]:
+            self._queue.popleft()
+            if page.doubted:
+                self._residency.exactness.doubt(page.key)
+            if not memory_only:
+                asked = self._sinks.to_disk(page.key)
+                self._admission.put(page.key, page.parent, page.following, asked=asked)
+        return started

@@ -126,26 +126,33 @@ class Sinks:
                 self.settle(key, failed=step is _Step.FAILED)
         return stepped and bool(self._woken or self._queue)
 
-    def wake(self, key: PageKey) -> None:
-        """Record that a copy of the page has finished or failed, so that its next copy can start."""
-        # This page goes before pages that wait for space, which might otherwise take its slot.
-        sink = self.open.get(key)
-        if sink is not None:
-            self._woken.append(key)
-            for ticket in sink.tickets:
-                ticket.moves += 1
+    def wake(self, keys: Iterable[PageKey]) -> None:
+        """Record that a copy of each of these pages has finished or failed, so that its next copy can start."""
+        # These pages go before pages that wait for space, which might otherwise take their slots.
+        for key in keys if self.open else ():
+            sink = self.open.get(key)
+            if sink is not None:
+                self._woken.append(key)
+                for ticket in sink.tickets:
+                    ticket.moves += 1
 
     def to_disk(self, key: PageKey) -> bool:
         """Return whether a caller has requested that the page be written to disk."""
         sink = self.open.get(key)
         return sink is not None and sink.target in self._records
 
-    def came(self, key: PageKey) -> None:
-        """Record that an engine's slot no longer waits to be copied: the copy finished, or was not needed."""
-        self.coming[key] -= 1
-        if not self.coming[key]:
-            del self.coming[key]
-        self.wake(key)
+    def came(self, keys: Iterable[PageKey]) -> None:
+        """Record that engine slots no longer wait to be copied: the copies have finished, or were not needed.
+
+        ``keys`` names the page of each slot.
+        """
+        coming = self.coming
+        for key in keys:
+            if coming[key] > 1:
+                coming[key] -= 1
+            else:
+                coming.pop(key)
+        self.wake(keys)
 
     def settle(self, key: PageKey, *, failed: bool) -> None:
         """Stop tracking the page, because it has arrived or failed, and count that in its tickets."""
@@ -252,18 +259,17 @@ class WriteBack:
 
     def sealed(self, key: PageKey) -> None:
         """Queue a page for write-behind or a timed spill, now that its bytes in HBM have been written."""
-        self.sinks.wake(key)
+        self.sinks.wake((key,))
         if self._residency.unsaved(key, Tier.HBM):
             if self._spill_from == Tier.HBM:
                 self._unsaved[key] = None
             elif Tier.HOST in self._tables:
                 self._fresh[key] = None
 
-    def saved(self, key: PageKey, dst: Tier) -> None:
-        """Record that a copy to ``dst`` has arrived."""
+    def saved(self, keys: Iterable[PageKey], dst: Tier) -> None:
+        """Record that copies of these pages to ``dst`` have arrived."""
         self.space.failing.discard(dst)
-        self._await_spill(key, dst)
-        self.sinks.wake(key)
+        self._await_spill(keys, dst)
 
     def permitted(self, key: PageKey) -> None:
         """Record that a page that was memory-only or unreachable may now be saved below memory."""
@@ -271,7 +277,7 @@ class WriteBack:
             if table.ready(key) and tier == Tier.HBM:
                 self.sealed(key)
             elif table.ready(key):
-                self._await_spill(key, tier)
+                self._await_spill((key,), tier)
 
     def not_saved(self, key: PageKey, src: Tier, dst: Tier) -> None:
         """Record that a copy from ``src`` to a lower tier failed.
@@ -334,9 +340,10 @@ class WriteBack:
 
     # -- internals ----------------------------------------------------------------------------------------------
 
-    def _await_spill(self, key: PageKey, tier: Tier) -> None:
-        if tier == self._spill_from and self._residency.unsaved(key, tier):
-            self._unsaved[key] = None
+    def _await_spill(self, keys: Iterable[PageKey], tier: Tier) -> None:
+        if tier == self._spill_from:
+            unsaved = self._residency.unsaved
+            self._unsaved.update((key, None) for key in keys if unsaved(key, tier))
 
     def _write_behind(self, now: float) -> bool:
         host = self._tables.get(Tier.HOST)
