@@ -46,6 +46,13 @@ def test_a_block_of_several_hashes_has_the_key_of_its_last() -> None:
     assert KeyChain(fine, namespace("m"), 2).first(9) == KeyChain(coarse, namespace("m")).first(9)
 
 
+def test_pages_that_end_after_the_last_hash_have_no_key() -> None:
+    chain = KeyChain(Hashes(3), namespace("m"), 2)
+    assert chain.hashes == 3
+    assert chain.ending([4, 3, 1]) == chain.ending([3, 1])
+    assert chain.ending([4]) == []
+
+
 def test_equal_hashes_of_two_models_have_no_key_in_common() -> None:
     # F010
     one, other = (KeyChain(Hashes(4), namespace(name)).first(4) for name in ("a", "b"))

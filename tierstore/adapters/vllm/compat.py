@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore.adapters.vllm.versions")
 
 OLDEST, NEWEST = (0, 26), (0, 33)
-STATES = (0, 32)
-"""Oldest vLLM version under which models with recurrent states, or with layers that share KV, are supported.
+UNIFORM_KV = (0, 32)
+"""Oldest vLLM version that treats the KV memory of all layers and attention backends in the same way.
 
-From this version on, vLLM offers the connector every state that it keeps, and names the block that holds the state.
-For earlier versions, the connector needs all layers in a single group, in which vLLM itself fails if some layers share
-KV.
+Three features need this version:
+
+- Models with recurrent states: vLLM offers the connector every state that it keeps, and names the block that holds it.
+- Models with layers that share KV: before, the connector needs all layers in a single group, in which vLLM itself fails
+  if some layers share KV.
+- ``host.codec``: before, each attention backend lays out the heads of a block in its own way.
 """
 
 
@@ -96,24 +99,24 @@ RECURRENT = "models with recurrent states (Mamba, linear attention, short convol
 
 
 def too_old_for(models: str) -> ConfigError:
-    """Return the error for ``models`` that need vLLM ``STATES`` or newer."""
+    """Return the error for ``models`` that need vLLM ``UNIFORM_KV`` or newer."""
     return ConfigError(
-        f"TierStoreConnector needs vLLM {STATES[0]}.{STATES[1]} or newer for {models}, got {installed()}; install a "
-        "newer vLLM, or remove the connector"
+        f"TierStoreConnector needs vLLM {UNIFORM_KV[0]}.{UNIFORM_KV[1]} or newer for {models}, got {installed()}; "
+        "install a newer vLLM, or remove the connector"
     )
 
 
 def no_codec() -> ConfigError:
-    """Return the error for ``host.codec`` before vLLM 0.32, where the KV tensors depend on the attention backend."""
+    """Return the error for ``host.codec`` before vLLM ``UNIFORM_KV``."""
     return ConfigError(
-        f"host.codec needs vLLM {STATES[0]}.{STATES[1]} or newer, got {installed()}: in earlier versions, each "
+        f"host.codec needs vLLM {UNIFORM_KV[0]}.{UNIFORM_KV[1]} or newer, got {installed()}: in earlier versions, each "
         "attention backend lays out the heads of a block in its own way; install a newer vLLM, or set host.codec to "
         "none"
     )
 
 
 def require_new_enough(vllm_config: Any) -> None:
-    """Raise ConfigError if layers keep recurrent states or share KV. Call only if vLLM is older than ``STATES``."""
+    """Raise ConfigError if layers keep recurrent states or share KV. Call only if vLLM is older than ``UNIFORM_KV``."""
     model = getattr(vllm_config, "model_config", None)
     if any(getattr(model, name, False) for name in ("is_hybrid", "is_attention_free", "has_inner_state")):
         raise too_old_for(RECURRENT)

@@ -119,10 +119,8 @@ class Hit:
         if whole is not None:
             size = whole.group.block_size
             tokens = Counter({tier: pages * size for tier, pages in Counter(whole.tiers).items()})
-            if (
-                beyond := (whole.first + len(whole.keys)) * size - self.end
-            ):  # the hit ends inside the last block
-                tokens[whole.tiers[-1]] -= beyond
+            for tier in whole.tiers[-1:]:  # the hit may end inside the last block
+                tokens[tier] -= (whole.first + len(whole.keys)) * size - self.end
             return dict(tokens)
         slowest = max((tier for span in self.spans for tier in span.tiers), default=Tier.HOST)
         return {slowest: self.tokens} if self.tokens else {}
@@ -180,7 +178,8 @@ def _with_tail(
     ``whole`` contains the pages of whole blocks in the groups with full attention, by group number.
     """
     unit, step = groups.unit, groups.tail_unit
-    last = min(limit, hit.shared + unit - 1) // step
+    hashes = min(chain.hashes for chain in chains.values())
+    last = min(min(limit, hit.shared + unit - 1) // step, hashes)
     ends = [number * step for number in range(last, hit.end // step, -1) if number * step % unit]
     pages: dict[int, dict[int, tuple[PageKey, Tier]]] = {}
     for group in sorted(groups.all, key=lambda group: group.partial, reverse=True):

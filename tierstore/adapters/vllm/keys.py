@@ -68,11 +68,16 @@ class KeyChain:
     def ending(self, hashes: Iterable[int]) -> list[PageKey]:
         """Return the keys of pages that end after these numbers of hashes, also inside a block.
 
-        Raises IndexError if the request has fewer hashes.
+        Pages that end after the request's last hash are left out.
         """
         found = self._request.block_hashes
-        ends = [found[number - 1] for number in hashes]
+        ends = [found[number - 1] for number in hashes if number <= len(found)]
         return page_keys(self._namespace, ends) if ends else []
+
+    @property
+    def hashes(self) -> int:
+        """Return the number of hashes that the request has so far."""
+        return len(self._request.block_hashes)
 
     def _grown(self, blocks: int) -> int:
         hashes, stride = self._request.block_hashes, self._stride

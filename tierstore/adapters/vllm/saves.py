@@ -263,8 +263,8 @@ class Stores:
                 continue
             parent = known.chains[spine.number].at(number - 1) if spine is not None and number else None
             for group in groups.all:
-                [key] = known.chains[group.number].ending([tokens // groups.tail_unit])
-                self._tails[blocks[group.number]] = _Page(key, parent)
+                for key in known.chains[group.number].ending([tokens // groups.tail_unit]):
+                    self._tails[blocks[group.number]] = _Page(key, parent)
 
     def _parent(
         self, known: RequestState, group: Group, keys: Sequence[PageKey], number: int
