@@ -483,6 +483,57 @@ def test_cache_changed_after_an_interrupted_pass_survives_a_pass_that_fails(
     torch.testing.assert_close(found, expected[:, start:], rtol=0, atol=1e-4)
 
 
+def test_embeddings_after_an_interrupted_pass_need_positions(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is shorter then, so embeddings that the caller believes to follow it would get wrong positions."""
+    ids = torch.tensor([PROMPT])
+    embedded = model.get_input_embeddings()(ids)
+    with below(model, PROMPT) as store, torch.no_grad():
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, PROMPT, model=model) as cache:
+            given = {cache_argument(model): cache}
+            assert cache.batch.comes()
+            let.broken = True
+            let.go(100)
+            assert cache.batch.settle()
+            before = cache.get_seq_length()
+            assert before == PAGES * PAGE
+            with monkeypatch.context() as inner:
+                inner.setattr(TierStore, "allocate", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    model(inputs_embeds=embedded[:, before:], **given)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"interrupted.*the cache now holds 0 columns"):
+                    model(inputs_embeds=embedded[:, before:], **given)
+                assert cache.get_seq_length() == 0
+            positions = torch.arange(len(PROMPT))[None]
+            with pytest.raises(ValueError, match="position"):
+                model(inputs_embeds=embedded[:, before:], position_ids=positions[:, before:], **given)
+            found = model(inputs_embeds=embedded, position_ids=positions, **given).logits
+            expected = model(ids, use_cache=False).logits
+            again = model(inputs_embeds=embedded[:, :1], **given).logits
+            assert again.shape[1] == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_pages_that_could_not_be_loaded_do_not_count_as_shared(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with below(model, PROMPT) as store:
+        let = gate(monkeypatch)
+        let.go(PAGES)
+        with TierStoreCache(store, [PROMPT, PROMPT], model=model) as cache:
+            assert cache.batch.comes()
+            assert cache.shared_pages == PAGES
+            let.broken = True
+            let.go(100)
+            assert store.drain(PATIENCE_S)
+            assert cache.batch.arriving
+            assert cache.shared_pages == 0
+
+
 def test_partially_used_page_fails_while_its_lease_is_read(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,25 @@ def test_pages_of_another_request_whose_device_failed_are_not_read(model: LlamaF
     bench.close()
 
 
+def test_slots_of_a_request_whose_device_failed_stay_with_their_new_owner(model: LlamaForCausalLM) -> None:
+    prompt = random_prompt(6 * PAGE + 3, 5)
+    bench = opened(model)
+    cache, _, event = beside_another(bench, model, prompt, 0.05)
+    with cache:
+        with pytest.raises(TimeoutError):
+            generate(model, prompt, cache)
+        table = cache.batch.rows[0].table
+        lost = set(table.slots[:6])
+        event.fail()
+        for slot in lost:  # as if another row of the batch had got these slots from the store
+            table.private.take(slot)
+        with pytest.raises(RuntimeError, match="its device failed"):
+            generate(model, prompt, cache)
+        assert all(table.private.sole(slot) for slot in lost)
+        table.private.let_go(lost)
+    bench.close()
+
+
 def _pins(bench: Bench, key: PageKey) -> int:
     copies = bench.store.explain([key])[0]["copies"]
     assert isinstance(copies, dict)

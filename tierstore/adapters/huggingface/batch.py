@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tierstore.adapters.huggingface.prefix import Tail
 from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
-from tierstore.block_table import NO_PAGE, PrivateSlots
+from tierstore.block_table import PrivateSlots
 from tierstore.types import Tier
 
 
@@ -86,6 +86,8 @@ class PagedBatch:
         """How many of the last columns must be fed again, because their stored pages could not be loaded."""
         self._feeding = 0
         """The value of ``behind`` before ``owed``, during the forward pass that feeds these columns again."""
+        self.shortened = False
+        """Whether the cache has fewer columns than the caller may think, because such a pass was interrupted."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -94,7 +96,7 @@ class PagedBatch:
     @property
     def shared_pages(self) -> int:
         """Return how many pages are currently used by at least two rows."""
-        pointing = Counter(slot for row in self.rows for slot in set(row.table.slots) if slot != NO_PAGE)
+        pointing = Counter(slot for row in self.rows for slot in set(row.slots))
         return sum(count > 1 for count in pointing.values())
 
     @property
@@ -173,6 +175,15 @@ class PagedBatch:
         if self._feeding:
             self.columns = [columns + self._feeding for columns in self.columns]
             self.behind, self._feeding = self._feeding, 0
+
+    def begin_pass(self) -> None:
+        """Find out whether the last forward pass was interrupted after ``owed``, for example by Ctrl-C.
+
+        ``not_fed`` is not called for such a pass, because torch calls hooks only after subclasses of Exception. The
+        columns that the pass was to feed again count as not fed from then on.
+        """
+        self.shortened |= self._feeding > 0
+        self._feeding = 0
 
     def expand(self, rows: int) -> None:
         """Repeat each row until there are ``rows`` rows, for ``num_return_sequences`` or beams.
@@ -284,7 +295,7 @@ class PagedBatch:
             for row, prompt in zip(self.rows, expected, strict=True):
                 row.expected = list(prompt)
         self.columns[model] += width
-        self._feeding = 0
+        self._feeding, self.shortened = 0, False
 
     def crop(self, model: int, columns: int) -> None:
         """Remove the last ``columns`` columns of ``model``.
@@ -292,7 +303,7 @@ class PagedBatch:
         If ``model`` is 0, the first model, the columns are removed for all models and their pages are released.
         """
         self.settle()
-        self._feeding = 0
+        self.begin_pass()
         stop = max(0, self.columns[model] - columns)
         self.behind = max(0, self.behind - columns)
         if model == 0:
@@ -305,6 +316,7 @@ class PagedBatch:
         """Remove all tokens. Unlike ``crop``, this also works after pages outside a window were dropped."""
         self.settle()
         self.behind = self._feeding = 0
+        self.shortened = False
         for row in self.rows:
             row.reset()
         self.columns = [0] * self.terms.num_models

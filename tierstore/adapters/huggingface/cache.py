@@ -377,6 +377,7 @@ class PagedCache(Cache):
         """
         kwargs = checked_inputs(module, args, kwargs)
         self._masks, self._positions = [], []
+        self.batch.begin_pass()
         first = self.columns
         if fed_again(args, kwargs, self.columns, self.batch.paddings):
             self._expect(fed_tokens(args, kwargs), 0)
@@ -384,6 +385,12 @@ class PagedCache(Cache):
         self._fed = fed_tokens(args, kwargs)
         if self._fed is not None:
             self._hooks.forget_positions()
+        elif self.batch.shortened and kwargs.get("position_ids") is None:
+            raise ValueError(
+                "embeddings without position_ids were fed after a forward pass was interrupted, for example by Ctrl-C: "
+                f"the cache now holds {self.columns} columns; feed the embeddings after these columns, with "
+                "position_ids, or reset the cache"
+            )
         # Pages can only arrive layer by layer during the pass if the tokens are known and no row will be
         # repeated: repeated rows copy pages before the first layer is computed.
         alone = self._fed is not None and len(self._fed) == len(self.batch.rows)

@@ -54,6 +54,11 @@ class Arrival:
         self._copied: set[tuple[int, int]] = set()
 
     @property
+    def lost(self) -> set[int]:
+        """Return the slots that the lease has given up, because a page could not be loaded into them."""
+        return set(self._slots).difference(self._lease.slots)
+
+    @property
     def over(self) -> bool:
         """Return whether all pages are in their slots and no page remains to be copied."""
         here = self.half is None and self._pages.reach(self._lease, 0.0) is LeaseState.READY

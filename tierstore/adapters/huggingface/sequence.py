@@ -24,7 +24,7 @@ from tierstore.adapters.huggingface.prefix import (
     prefixes_of,
 )
 from tierstore.adapters.huggingface.request import Terms
-from tierstore.block_table import BlockTable, PrivateSlots
+from tierstore.block_table import NO_PAGE, BlockTable, PrivateSlots
 from tierstore.errors import StoreClosed
 from tierstore.types import PageKey, Tier
 
@@ -147,6 +147,12 @@ class PagedSequence:
     def held(self) -> int:
         """Return the number of leading tokens whose K/V every model has in the pages."""
         return min(each.held for each in self.written)
+
+    @property
+    def slots(self) -> list[int]:
+        """Return the slots of the pages that the sequence has, without pages in flight that could not be loaded."""
+        lost = set() if self.arrival is None else self.arrival.lost
+        return [slot for slot in self.table.slots if slot != NO_PAGE and slot not in lost]
 
     @property
     def known(self) -> list[int]:
@@ -391,6 +397,8 @@ class PagedSequence:
         if not self._others_write or self._holding is None:
             return
         if not self._holding.wait_for_writers():
+            # The store has taken back slots of held pages. Another row may own them by now.
+            self._give_back(self.table.lose(0, self._holding.pages.stop))
             self.reset()
             raise RuntimeError(
                 "another request was writing the same page when its device failed: create another TierStoreCache, "
