@@ -22,6 +22,7 @@ from rich.table import Table
 from typer import Option, echo
 from typer import run as typer_run
 
+from benchmarks.document_questions import Documents, ask_about
 from tierstore.adapters.vllm.kv_groups import Group, Groups
 from tierstore.adapters.vllm.messages import Catalogue, Hello, Report
 from tierstore.adapters.vllm.requests import Step
@@ -71,16 +72,10 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Questions about documents, not all of which fit into host memory. At first, all documents are on disk.
+class Workload(Documents):
+    """Documents that are all on disk at first, and several rounds of questions about them.
 
     Attributes:
-        documents: Number of documents.
-        tokens: Tokens of a document.
-        question: Tokens of a question.
-        answer: Tokens of an answer.
-        in_host: Number of documents that fit into host memory.
-        in_hbm: Number of documents that fit into HBM.
         rounds: Number of questions about each document. Their order is random.
         seed: Seed of the random order.
     """
@@ -390,22 +385,22 @@ def run(
         simulation.ask(document)
         while not simulation.step():
             pass
-    todo: deque[int] = deque()
+    todo: list[int] = []
     for _ in range(workload.rounds):
         dice.shuffle(order)
         todo += order
     begin, engine_s, disk_s = simulation.now, simulation.engine_s, simulation.disk.busy
     simulation.loaded = simulation.prompted = 0
     times: list[float] = []
-    under_way = 0
-    while todo or under_way:
-        while todo and under_way < at_a_time:
-            simulation.ask(todo.popleft())
-            under_way += 1
-        for request in simulation.step():
+
+    def step() -> int:
+        answered = simulation.step()
+        for request in answered:
             assert request.answered is not None
             times.append(request.answered - request.arrived)
-            under_way -= 1
+        return len(answered)
+
+    ask_about(todo, at_a_time, simulation.ask, step)
     took = simulation.now - begin
     simulation.close()
     return Result(

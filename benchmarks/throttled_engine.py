@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from rich.table import Table
 from typer import Option, echo
 from typer import run as typer_run
 
+from benchmarks.document_questions import Documents, ask_about
 from tierstore.cli.output import print_json, wide_console
 
 if TYPE_CHECKING:
@@ -46,16 +46,10 @@ _TOKEN_NBYTES = _LAYERS * 2 * _KV_HEADS * _HEAD_DIM * 4
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Questions about documents, not all of which fit into host memory or into the engine's own cache.
+class Workload(Documents):
+    """Documents, and the questions that each contender is asked about them in a round.
 
     Attributes:
-        documents: Number of documents.
-        tokens: Tokens of a document.
-        question: Tokens of a question.
-        answer: Tokens of an answer.
-        in_host: Number of documents that fit into host memory.
-        in_hbm: Number of documents that fit into the engine's own cache.
         at_a_time: Number of questions that are in the engine at the same time.
         asked: Number of questions about each document in a round.
         in_turn: Whether questions go through the documents in a fixed cyclic order instead of a random one. The next
@@ -347,24 +341,28 @@ class _Child:
         asked: dict[str, float] = {}
         answers: dict[str, list[int]] = {}
         cached = prompted = 0
+
+        def ask(document: int) -> None:
+            self._last += 1
+            name = f"r{self._last}"
+            asked[name] = monotonic()
+            prompt = self._prompt(document, f"{seed} {self._last}")
+            engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling)
+
+        def step() -> int:
+            nonlocal cached, prompted
+            before = len(answers)
+            for output in engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, monotonic())
+                if output.finished:
+                    cached += output.num_cached_tokens or 0
+                    prompted += len(output.prompt_token_ids)
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+            return len(answers) - before
+
         for order in orders:
-            todo, under_way = deque(order), 0
-            while todo or under_way:
-                while todo and under_way < self._work.at_a_time:
-                    self._last += 1
-                    name = f"r{self._last}"
-                    asked[name] = monotonic()
-                    prompt = self._prompt(todo.popleft(), f"{seed} {self._last}")
-                    engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling)
-                    under_way += 1
-                for output in engine.step():
-                    if output.outputs and output.outputs[0].token_ids:
-                        first.setdefault(output.request_id, monotonic())
-                    if output.finished:
-                        cached += output.num_cached_tokens or 0
-                        prompted += len(output.prompt_token_ids)
-                        answers[output.request_id] = list(output.outputs[0].token_ids)
-                        under_way -= 1
+            ask_about(order, self._work.at_a_time, ask, step)
         took = monotonic() - began
         times = [first[name] - at for name, at in asked.items()]
         figures = {
