@@ -22,7 +22,6 @@ from tierstore.nvme.completion_queue import Job, Outbox, Outcome, failed
 from tierstore.nvme.directory_layout import FULL
 from tierstore.nvme.disk_space import Sizing
 from tierstore.nvme.lmdb_environment import STALE
-from tierstore.nvme.read_only_state import Refusal
 from tierstore.threads import Worker
 from tierstore.types import Ack, Failure, PageKey, Transfer
 
@@ -138,6 +137,54 @@ class WorkQueue:
         written.update(job.transfer.keys[job.next : end])
         job.next = end
         return end == len(job.pages)
+
+
+_refusal_log = logging.getLogger("tierstore.nvme.refusal")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 30.0
+
+
+class Refusal:
+    """The read-only state of the tier: why the disk refuses writes, and when the writer retries.
+
+    Only the writer's thread may use it, but any thread may read ``active``.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.failure = Failure.IO_ERROR
+        self._pause_s = _FIRST_PAUSE_S
+        self._again = 0.0
+        self._told = False
+
+    def begin(self, error: lmdb.Error | OSError | str, failure: Failure) -> None:
+        """Enter the read-only state, or double the pause before the next attempt.
+
+        Logs one warning until ``forget`` is called. Until ``end`` or ``forget`` is called, writes fail with
+        ``failure``.
+        """
+        if not self._told:
+            _refusal_log.warning("the NVMe tier is read-only until the disk accepts writes again: %s", error)
+        self._told = self.active = True
+        self.failure = failure
+        self._again = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        """Leave the read-only state after a successful transaction. Only ``forget`` resets the pause."""
+        self.active = False
+
+    def forget(self) -> None:
+        """Leave the read-only state and reset the pause. Call this once pages were written: the disk has recovered."""
+        if self._told:
+            _refusal_log.info("the NVMe tier accepts writes again")
+        self.active = self._told = False
+        self._pause_s = _FIRST_PAUSE_S
+
+    def remaining_s(self) -> float:
+        """Return the number of seconds until the next attempt."""
+        return max(0.0, self._again - time.monotonic())
 
 
 _log = logging.getLogger("tierstore.nvme.writer")
