@@ -524,7 +524,7 @@ def test_pages_that_could_not_be_loaded_do_not_count_as_shared(
     with below(model, PROMPT) as store:
         let = gate(monkeypatch)
         let.go(PAGES)
-        with TierStoreCache(store, [PROMPT, PROMPT], model=model) as cache:
+        with TierStoreCache(store, torch.tensor([PROMPT, PROMPT]), model=model) as cache:
             assert cache.batch.comes()
             assert cache.shared_pages == PAGES
             let.broken = True
