@@ -215,7 +215,7 @@ def test_a_session_refuses_empty_conversations_several_answers_and_impossible_fo
         session.append([5, 6, 7])
         with pytest.raises(ValueError, match="one answer per turn"):
             session.generate(num_return_sequences=2, do_sample=True)
-        with pytest.raises(ValueError, match="must be 0 to 3, got 4"):
+        with pytest.raises(ValueError, match=r"must be from 0 to 3 \(the length of the session\), got 4"):
             session.fork("b", 4)
         with pytest.raises(ValueError, match="already"):
             session.fork("a")
@@ -238,8 +238,8 @@ def test_tokens_that_no_turn_could_compute_are_refused_when_appended(model: Llam
     with open_store(model) as store, PrefixCache(store, model) as cache:
         session = cache.session("a")
         for tokens, complaint in (
-            ([5, 97], "vocabulary, from 0 to 96"),
-            ([[5], [6]], "one conversation"),
+            ([5, 97], r"vocabulary \(0 to 96\)"),
+            ([[5], [6]], "a single conversation"),
         ):
             with pytest.raises(ValueError, match=complaint):
                 session.append(tokens)  # type: ignore[arg-type]

@@ -375,7 +375,7 @@ def test_a_disk_codec_that_is_not_the_memorys_is_refused_by_name(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"nvme.codec must be one of none, {codec}.*host.codec '{codec}'.*got '{re.escape(disk)}'",
+        match=rf"nvme.codec must be one of none, {codec}.*host.codec is '{codec}'.*got '{re.escape(disk)}'",
     ):
         open_store(tmp_path / "disk", codec, disk)
     assert not (tmp_path / "disk").exists()

@@ -164,7 +164,7 @@ def test_missing_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
             r"host\.capacity.*memory, but only",
         ),
         ({"hbm": {"capacity": "900TiB", "device": "cpu"}}, r"hbm\.capacity.*memory, but only"),
-        ({"page_size": 8, "hbm": {"capacity": "1MiB", "device": "cpu"}}, r"page_size must be 4, .*got 8"),
+        ({"page_size": 8, "hbm": {"capacity": "1MiB", "device": "cpu"}}, r"page_size must be 4 .*got 8"),
         ({}, "no tier"),
         ({"hbm": {"device": "cpu", "owner": "engine"}}, "host"),
     ],
