@@ -57,6 +57,14 @@ def staged_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
+def single_head_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Return ``Engines`` of a small model with one KV head, which vLLM requires for decode context parallelism."""
+    folder = tmp_path_factory.mktemp("single-head-engines")
+    model = tiny_model.save(folder / "model", kv_heads=1)
+    return Engines(_python(request), model, folder, {"skip_tokenizer_init": True})
+
+
+@pytest.fixture(scope="session")
 def mla_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """Return ``Engines`` of a small random model with MLA."""
     folder = tmp_path_factory.mktemp("mla-engines")

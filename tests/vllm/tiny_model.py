@@ -30,7 +30,7 @@ WINDOW = 48
 """Size of a sliding window in tokens."""
 
 
-def save(folder: Path, layers: int = 2) -> Path:
+def save(folder: Path, layers: int = 2, kv_heads: int = 4) -> Path:
     """Write a Llama to ``folder``. Its weights are large, so that different tokens have clearly different logits."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -39,7 +39,7 @@ def save(folder: Path, layers: int = 2) -> Path:
         intermediate_size=256,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=1024,
         bos_token_id=1,
