@@ -371,8 +371,7 @@ class _Request:
 
 
 class _Engine:
-    """A simulated engine that calls the connector's scheduler half as vLLM does, for one request at a time.
-
+    """A simulated engine that serves one request at a time. It calls ``SchedulerHalf`` in the same way as vLLM.
     The blocks of every request are numbered from 1.
     """
 
@@ -392,7 +391,7 @@ class _Engine:
         return _Request(f"r{self._names}", hashes, self._blocks * _BLOCK + 1)
 
     def store(self, document: int) -> float:
-        """Return how long a request takes, in seconds, that computes a new document, so that its blocks are stored.
+        """Serve a request for a new document, whose blocks are then stored. Return the time in seconds.
 
         The engine computes the prompt chunk by chunk.
         """
@@ -408,8 +407,7 @@ class _Engine:
         return perf_counter() - begin
 
     def hit(self) -> float:
-        """Return how long a request takes, in seconds, if all its blocks are in the engine's cache.
-
+        """Serve a request whose blocks are all in the engine's cache. Return the time in seconds.
         The engine computes only the last token of the prompt.
         """
         request = self.request()
@@ -421,10 +419,10 @@ class _Engine:
         return perf_counter() - begin
 
     def restore(self) -> tuple[float, float]:
-        """Return how long a request takes if all its blocks are in host memory.
+        """Serve a request whose blocks are all in host memory. Return two times in seconds.
 
-        The first value is the time in seconds until the first orders for the workers are ready. The second value is
-        the time of the whole request, in seconds.
+        The first is the time until the first orders for the workers are ready. The second is the time of the whole
+        request.
         """
         request, first, loaded = self.request(), 0.0, set[str]()
         begin = perf_counter()

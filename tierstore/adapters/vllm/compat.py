@@ -173,8 +173,8 @@ def retention_interval(kv_cache_config: Any) -> int | None:
 def is_distributed(spec: Any) -> bool:
     """Return whether decode context parallelism distributes the tokens of each block over ranks for these layers.
 
-    Recurrent states, and the layers of most draft models, are not distributed. Earlier versions of vLLM, whose specs do
-    not say so, distribute all layers that the connector supports under them.
+    Recurrent states, and the layers of most draft models, are not distributed. The specs of earlier versions of vLLM do
+    not contain this information, but those versions distribute all layers that the connector supports under them.
     """
     return bool(getattr(spec, "dcp_sharded", True))
 
