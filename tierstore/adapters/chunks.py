@@ -314,10 +314,10 @@ class Chunks:
 
 
 class FollowedChunks(Chunks):
-    """Chunks that another process stores, and of which this process has no index.
+    """Chunks that another process stores. This process has no index of them.
 
-    Every chunk counts as on disk. A load shows whether it is. This suits an engine that takes the minimum of what its
-    ranks find, because the rank that stores the chunks has the index.
+    Every chunk counts as on disk. Only a load shows whether it is. This suits an engine that takes the minimum of what
+    its ranks find, because the rank that stores the chunks has the index.
     """
 
     def _is_held(self, key: PageKey) -> bool:

@@ -587,7 +587,7 @@ class Residency:
             pins: Initial number of pins of each new copy.
             memory_only: Whether pages that are in no tier yet must never be stored below memory.
             parents: For each page that is in no tier yet, the page before it, or None if that is unknown or not
-                there yet. Empty: None for all pages.
+                there yet. If the sequence is empty, this is None for all pages.
 
         Returns:
             A pair for each page of the prefix: its slot in ``dst``, and its slot in ``src`` (-1 if ``src`` is

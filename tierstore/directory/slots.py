@@ -457,7 +457,7 @@ class OutgoingPages:
         """Start copying the first queued pages out of their slots, and remove them from the queue.
 
         Args:
-            run: The first pages of the queue, all of them memory-only or none. They are in no tier.
+            run: The first pages of the queue. They are in no tier, and either all of them are memory-only or none.
             dst: The destination.
 
         Returns:

@@ -118,7 +118,7 @@ class Follower:
         return iter(())
 
     def submit_read(self, transfer: Transfer, out: Sequence[NDArray[np.uint8]]) -> None:
-        """Queue a read, as ``NvmeTier.submit_read``."""
+        """Queue a read. See ``NvmeTier.submit_read``."""
         self._readers.submit(transfer, out)
 
     def submit_write(self, transfer: Transfer, pages: Sequence[NDArray[np.uint8]]) -> None:
@@ -134,7 +134,7 @@ class Follower:
 
     @property
     def state(self) -> Literal["ok", "absent"]:
-        """State of the disk: "ok", or "absent" if it hangs or fails reads."""
+        """State of the disk: "absent" if reads hang or fail, else "ok"."""
         return "absent" if self._readers.absent else "ok"
 
     def stats(self) -> dict[str, object]:
