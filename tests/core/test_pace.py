@@ -13,6 +13,7 @@ import pytest
 from tests.core.virtual_link import FAST, SLOW, restore
 from tests.support import planting
 from tests.support.planting import Bug
+from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu import cuda_copy_engine
 
 GIB = 1 << 30
@@ -59,12 +60,22 @@ def require_work_for_the_link_while_an_engine_steps(module: ModuleType) -> None:
         assert found.idle < 0.0015
 
 
+def require_work_for_the_link_after_the_last_of_few_blocks(module: ModuleType) -> None:
+    """Assert that the last blocks of a step are launched at once, and not when the engine calls again."""
+    for processor in (FAST, SLOW):
+        for transfers in (4, 6, 16):
+            nbytes = transfers * BATCH_PAGES * (2 << 20)
+            found = restore(module, nbytes, processor, page_size=16, away=0.03, most_groups=1)
+            assert found.idle < 0.0005
+
+
 PROMISES = (
     require_first_layer_when_its_bytes_can_be_there,
     require_few_launches_while_pages_are_taken,
     require_work_for_the_link_when_little_is_restored,
     require_work_for_the_link_while_the_caller_computes,
     require_work_for_the_link_while_an_engine_steps,
+    require_work_for_the_link_after_the_last_of_few_blocks,
 )
 
 
@@ -101,6 +112,11 @@ BUGS = [
 
 
 PACES = [
+    Bug(
+        "the last blocks of a step wait for more",
+        "WHOLE = Pace(ahead=2 << 30, enough=512 << 20, at_once=16)",
+        "WHOLE = Pace(ahead=2 << 30, at_once=16)",
+    ),
     Bug("launches are small", "pieces: int = 256", "pieces: int = 64"),
     Bug("launches of encoded pages are small", "ENCODED = Pace(pieces=512)", "ENCODED = Pace()"),
     Bug("large transfers are launched whole", "whole: int = 16 << 20", "whole: int = 256 << 20"),

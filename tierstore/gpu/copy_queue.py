@@ -241,11 +241,13 @@ in flight.
 """
 
 
-WHOLE = Pace(ahead=2 << 30, at_once=16)
+WHOLE = Pace(ahead=2 << 30, enough=512 << 20, at_once=16)
 """Limits for unencoded pages that are not divided into layer groups.
 
 No later transfer can get ahead of a launched one, so a deep queue on the link delays nothing. Callers launch
-everything that they submit, and the lane's thread, which would compete with them for the GIL, stays asleep.
+everything that they submit, and the lane's thread, which would compete with them for the GIL, stays asleep. A launch
+waits for more transfers only while the link has work for longer than ``_JUST_NOW_S``. Otherwise the link would be idle
+after the last transfers of a step, until the next call.
 """
 
 
