@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import tiny_model
-from tests.vllm.runner import Engines, ask, blocks, connector, counts, reset, storm
+from tests.vllm.runner import Engines, ask, blocks, connector, counts, fail_loads, reset, storm
 from tests.vllm.test_connector import EXTERNAL, cached, tiers, tokens_of
 
 pytestmark = pytest.mark.vllm
@@ -49,17 +49,25 @@ def test_blocks_of_all_ranks_loaded_from_every_tier_match_plain_vllm(
     assert cached(host) == [hit] * 8
     assert found[EXTERNAL] == 8 * hit
 
-    restarted, storming, free = engines.life(
+    _, restarted, _, _, failing, storming, free = engines.life(
         [
+            fail_loads(0),
             ask(prompts, tokens),
+            reset(),
+            fail_loads(3),
+            ask(prompts, tokens, together=True),
             storm(prompts, requests=60, tokens=tokens, seed=5, most=6),
             blocks(),
         ],
-        transfer=connector(places),
+        transfer=connector(
+            places, kv_connector="FaultyConnector", kv_connector_module_path="tests.vllm.faulty"
+        ),
         **engine | {"num_gpu_blocks_override": 24, "max_model_len": 256},
     )
-    assert tokens_of(restarted) == expected
+    assert tokens_of(restarted) == tokens_of(failing) == expected
     assert cached(restarted) == [hit] * 8
+    assert {answer["reason"] for answer in failing} == {"length"}
+    assert "Recovered from KV load failure" in engines.log()
     assert storming["aborted"] > 10
     assert all(answer == expected[number] for number, answer in storming["answered"])
     assert free["free"] == free["usable"]
