@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tierstore.gpu.device import HbmDevice
     from tierstore.gpu.engine_pages import EnginePages
     from tierstore.gpu.pool import OwnPool
+    from tierstore.host.shared_memory import SharedMemory
     from tierstore.mover import Mover, SlotBytes
     from tierstore.types import PageKey
 
@@ -238,6 +239,7 @@ def assemble(
     lower: Mapping[Tier, tuple[TierDescription, OpenedRecords]] = _NO_TIERS,
     *,
     name: str = "",
+    shared: SharedMemory | None = None,
 ) -> Parts:
     """Open every tier that the configuration names.
 
@@ -245,6 +247,8 @@ def assemble(
         lower: Further record tiers that the caller has opened, by Tier. They store pages in the format of the
             slowest memory tier, and are closed together with the other tiers.
         name: Display name of the model, stored in the marker file of the NVMe directory.
+        shared: Memory of ``host_nbytes`` bytes for the HOST tier, which other processes use as well. If None, the tier
+            has its own memory.
 
     Raises:
         ConfigError: A tier cannot be opened. Nothing is left open or changed.
@@ -253,14 +257,16 @@ def assemble(
     device: HbmDevice = CpuDevice() if config.hbm is None else open_device(config.hbm.device)
     hbm_slots = slots_of("hbm", config.hbm.capacity if owns_hbm(config) and config.hbm else None, layout)
     held = held_form(config, layout)
-    host_slots = slots_of("host", config.host.capacity if config.host else None, held)
-    check_memory(layout, hbm_slots if device.available_nbytes() is None else None, held, host_slots)
+    host_slots = _host_slots(config, held)
+    # Other processes may have touched shared memory already, so it may not be free any more.
+    own_host_slots = host_slots if shared is None else None
+    check_memory(layout, hbm_slots if device.available_nbytes() is None else None, held, own_host_slots)
     check_device_memory(layout, hbm_slots, device)
     pool = None if hbm_slots is None else device.open_pool(layout, hbm_slots)
     with ExitStack() as undone:
         arena = None
         if host_slots is not None and config.host is not None:
-            arena = _arena(config, config.host, layout, host_slots)
+            arena = _arena(config, config.host, layout, host_slots, shared)
             undone.callback(arena.close)
         nvme = None if config.nvme is None else _open_nvme(config.nvme, held, wake, name)
         if nvme is not None:
@@ -277,6 +283,18 @@ def assemble(
         mover = _mover(device, pool, arena, records, wake)
         undone.pop_all()
     return Parts(layout, held, device, pool, arena, nvme, directory, mover, metrics)
+
+
+def host_nbytes(config: StoreConfig, layout: PageLayout) -> int:
+    """Return the size of the memory of the HOST tier, in bytes.
+
+    Raises:
+        ConfigError: This memory is not free, or the capacity is less than one page.
+    """
+    held = held_form(config, layout)
+    slots = _host_slots(config, held)
+    check_memory(layout, None, held, slots)
+    return (slots or 0) * held.slot_nbytes
 
 
 def health(device: HbmDevice, arena: HostArena | None, nvme: NvmeTier | None) -> RankHealth:
@@ -368,7 +386,13 @@ def _mover(
     return LocalMover(memory, copies, records)
 
 
-def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int) -> HostArena:
+def _host_slots(config: StoreConfig, held: HostFormat) -> int | None:
+    return slots_of("host", config.host.capacity if config.host else None, held)
+
+
+def _arena(
+    config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots: int, shared: SharedMemory | None
+) -> HostArena:
     """Allocate host memory, and pin it if the configuration requests that.
 
     With ``pin: always``, all memory is pinned before the function returns. With ``pin: auto``, only the first
@@ -379,8 +403,8 @@ def _arena(config: StoreConfig, host: HostConfig, layout: PageLayout, num_slots:
     """
     device = "cpu" if config.hbm is None else config.hbm.device
     if host.pin == "never" or (host.pin == "auto" and device == "cpu"):
-        return HostArena(layout, num_slots, codec=host.codec)
-    arena = HostArena(layout, num_slots, pinner(device), codec=host.codec)
+        return HostArena(layout, num_slots, codec=host.codec, shared=shared)
+    arena = HostArena(layout, num_slots, pinner(device), codec=host.codec, shared=shared)
     first = max(1, FIRST_NBYTES // arena.held.slot_nbytes)
     if (
         not arena.wait_pinned(num_slots if host.pin == "always" else first, _PIN_PATIENCE_S)

@@ -3,6 +3,11 @@
 Each rank stores its own shard of every page. All shards of a page have the same slot number. So all ranks
 execute every transfer, and a page is in a tier only if all ranks have it there. This module combines the
 sizes and acks of the ranks. It exchanges only plain data with them, which the caller sends and receives.
+
+If shards are the same on several consecutive ranks (``replicas``), these ranks share one host memory, and
+each page has an ``owner`` among them. Only the owner copies the page into host memory, and to and from its
+disk. All ranks load the page into HBM. A page is therefore in host memory or on disk if all of its owners
+have it there: there is one in each group of ``replicas`` ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +15,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
+from heapq import merge
 from itertools import repeat
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from tierstore.build import Parts, held_form, make_directory
@@ -35,6 +42,18 @@ Record = tuple["PageKey", "PageKey | None", int]
 
 _SAYS_NOTHING = frozenset({Failure.CLOSED, Failure.UNAVAILABLE})
 """Failures that say nothing about the page. If another rank reports any other failure, that one is used."""
+
+_SPREAD = 3
+"""Number of standard deviations of the owners' numbers of pages for which disk space is kept."""
+
+
+def owner(key: PageKey, replicas: int) -> int:
+    """Return which of ``replicas`` ranks owns a page: its index among them.
+
+    The owner is the same in every process and after every restart. Keys consist of digests, so each rank owns about
+    the same number of pages.
+    """
+    return int.from_bytes(key[:8], "little") % replicas
 
 
 @dataclass(frozen=True)
@@ -86,10 +105,13 @@ class Ranks:
     passes the acks of the ranks to ``deliver``.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, replicas: int = 1) -> None:
+        """Create a mover for ``num_ranks`` ranks, of which ``replicas`` consecutive ones have equal shards."""
         self.records: Collection[Tier] = ()
         """The record tiers. If only some ranks have written a page's record, all ranks erase it."""
         self._num_ranks = num_ranks
+        self.replicas = replicas
+        """Number of consecutive ranks that have the same shards, and store each page once."""
         self._outbox: list[Transfer | Erase] = []
         self._merging: dict[int, _Merging] = {}
         self._acks: deque[Ack] = deque()
@@ -125,7 +147,7 @@ class Ranks:
     def submit(self, command: Transfer | Erase) -> None:
         """Queue a command for all ranks."""
         if isinstance(command, Transfer):
-            self._merging[command.id] = _Merging.of(command, self._num_ranks)
+            self._merging[command.id] = _Merging.of(command, self._num_ranks, self.replicas)
         self._outbox.append(command)
 
     def take(self) -> list[Transfer | Erase]:
@@ -192,14 +214,15 @@ class Ranks:
         return True
 
 
-def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
+def merged_disk(disks: Sequence[Disk], replicas: int = 1) -> tuple[Disk, tuple[PageKey, ...]]:
     """Combine the NVMe tiers of all ranks into one.
 
     Returns:
-        A Disk with the records that every rank has, the largest record size and the smallest budget; and the
-            keys of the records that only some ranks have, which must be erased.
+        A Disk with the records that every rank has (of ``replicas`` ranks: the owner), the largest record size and the
+            smallest budget; and the keys of the records that only some ranks have, which must be erased.
     """
-    by_rank = [{key: (parent, nbytes) for key, parent, nbytes in disk.found} for disk in disks]
+    groups = [disks[start : start + replicas] for start in range(0, len(disks), replicas)]
+    by_rank = [{key: (parent, nbytes) for key, parent, nbytes in _owned(group)} for group in groups]
     first, *others = by_rank
     found = [
         (key, parent, max(nbytes, *(other[key][1] for other in others)) if others else nbytes)
@@ -208,8 +231,41 @@ def merged_disk(disks: Sequence[Disk]) -> tuple[Disk, tuple[PageKey, ...]]:
     ]
     whole = {key for key, _, _ in found}
     halves = tuple(dict.fromkeys(key for records in by_rank for key in records if key not in whole))
-    sizes = [disk.record_nbytes for disk in disks], [disk.budget_nbytes for disk in disks]
-    return Disk(max(sizes[0]), min(sizes[1]), found), halves
+    record_nbytes = max(disk.record_nbytes for disk in disks)
+    budget_nbytes = _budget(record_nbytes, min(disk.budget_nbytes for disk in disks), replicas)
+    if replicas > 1:
+        budget_nbytes = max(budget_nbytes, sum(nbytes for _, _, nbytes in found))
+    return Disk(record_nbytes, budget_nbytes, found), halves
+
+
+def _owned(disks: Sequence[Disk]) -> Iterable[Record]:
+    """Return the records of ranks with equal shards, without those that a rank does not own, oldest first.
+
+    Only the order on each rank is known. Records at the same relative position count as equally old.
+    """
+    if len(disks) == 1:
+        return disks[0].found
+    placed = [
+        [
+            (place / len(disk.found), record)
+            for place, record in enumerate(disk.found)
+            if owner(record[0], len(disks)) == index
+        ]
+        for index, disk in enumerate(disks)
+    ]
+    return (record for _, record in merge(*placed, key=lambda each: each[0]))
+
+
+def _budget(record_nbytes: int, budget_nbytes: int, replicas: int) -> int:
+    """Return the total size of the records of ``replicas`` ranks, of which each can store ``budget_nbytes``.
+
+    Pages are not distributed exactly evenly. Their number is so small that each owner very likely has room for its
+    pages. A rank without room refuses to write pages, which then stay in host memory for longer, or are lost.
+    """
+    if replicas == 1:
+        return budget_nbytes
+    pages = budget_nbytes // record_nbytes
+    return replicas * max(pages - _SPREAD * isqrt(pages), (pages + 1) // 2) * record_nbytes
 
 
 def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Opened], ranks: Ranks) -> Parts:
@@ -236,7 +292,7 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
         )
     ((num_slots, host_slots, _),) = sizes
     disks = [rank.disk for rank in opened if rank.disk is not None]
-    disk, halves = merged_disk(disks) if disks else (None, ())
+    disk, halves = merged_disk(disks, ranks.replicas) if disks else (None, ())
     metrics = Metrics()
     held = held_form(config, layout)
     host = _Host(host_slots, held)
@@ -246,7 +302,9 @@ def assemble_apart(config: StoreConfig, layout: PageLayout, opened: Sequence[Ope
     for rank, found in enumerate(opened):
         ranks.hear(rank, found.health)
     metrics.watch_ranks(ranks.health, apart=True)
-    metrics.watch_pinned(lambda: sum(found.pinned_nbytes for found in ranks.health().values()))
+    metrics.watch_pinned(
+        lambda: sum(found.pinned_nbytes for found in ranks.health().values()) // ranks.replicas
+    )
     disk_tier = directory.hierarchy.first_records
     if halves and disk_tier is not None:
         ranks.submit(Erase(disk_tier, halves))
@@ -265,20 +323,35 @@ class _Merging:
     """Places without a final result. Positions in an ack for the directory are indices into this list."""
     open_by_rank: list[list[int]]
     outcomes: list[dict[int, Failure | int]]
-    """For each rank, its results by place: the reason for a failure, or the size of the page in bytes."""
+    """For each rank, its results by place: the reason for a failure, or the size of the page in bytes.
+
+    The size is 0 if the rank does not own the page and has nothing to do.
+    """
+    copies: int
+    """Number of ranks that copy each page."""
     told: set[int] = field(default_factory=set)
     late: bool = False
     """Whether the remaining places have been reported as late."""
     complete: int = 0
-    """Number of ranks whose only ack reports that every page was copied."""
+    """Number of ranks that have nothing to do, or whose only ack reports that all their pages were copied."""
     seconds: float = 0.0
     halves: tuple[PageKey, ...] = ()
     """Keys of the pages that, according to the last answer, arrived on some ranks but not on all."""
 
     @classmethod
-    def of(cls, transfer: Transfer, ranks: int) -> _Merging:
+    def of(cls, transfer: Transfer, ranks: int, replicas: int) -> _Merging:
         places = list(range(len(transfer.keys)))
-        return cls(transfer, places, [list(places) for _ in range(ranks)], [{} for _ in range(ranks)])
+        if replicas == 1 or transfer.dst == Tier.HBM:
+            return cls(
+                transfer, places, [list(places) for _ in range(ranks)], [{} for _ in range(ranks)], ranks
+            )
+        owners = [owner(key, replicas) for key in transfer.keys]
+        mine = [[i for i in places if owners[i] == rank % replicas] for rank in range(ranks)]
+        others: list[dict[int, Failure | int]] = [
+            {i: 0 for i in places if owners[i] != rank % replicas} for rank in range(ranks)
+        ]
+        told = {rank for rank in range(ranks) if not mine[rank]}
+        return cls(transfer, places, mine, others, ranks // replicas, told, complete=len(told))
 
     def waits_for(self, rank: int) -> bool:
         """Return whether the rank still has to report a result for some page."""
@@ -292,7 +365,7 @@ class _Merging:
             failures = dict.fromkeys(range(len(places)), Failure.IO_ERROR)
         share = ack.nbytes // ack.num_ready if ack.num_ready else 0
         if rank not in self.told and not (failures or late) and len(ack.sizes) in (0, len(places)):
-            self.outcomes[rank] = dict(zip(places, ack.sizes or repeat(share, len(places)), strict=True))
+            self.outcomes[rank].update(zip(places, ack.sizes or repeat(share, len(places)), strict=True))
             self.open_by_rank[rank] = []
             self.told.add(rank)
             self.complete += 1
@@ -328,7 +401,7 @@ class _Merging:
             reasons = [x for x in found if isinstance(x, Failure)]
             if reasons:
                 failures.append((i, min(reasons, key=_SAYS_NOTHING.__contains__)))
-                if len(reasons) < len(found):
+                if len(reasons) < self.copies:
                     halves.append(self.transfer.keys[place])
             else:
                 sizes.append(max(x for x in found if not isinstance(x, Failure)))
@@ -351,7 +424,7 @@ class _Merging:
 
         The size of a page is its largest size on any rank.
         """
-        by_rank = [outcome.values() for outcome in self.outcomes]
+        by_rank = [map(outcome.__getitem__, self.current) for outcome in self.outcomes]
         found = by_rank[0] if len(by_rank) == 1 else map(max, *by_rank)
         sizes = tuple(size for size in found if not isinstance(size, Failure))
         self.current = []

@@ -15,7 +15,7 @@ import math
 import pickle
 import random
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from tierstore.build import Parts, assemble
 from tierstore.config import StoreConfig
 from tierstore.host.arena import HostArena
 from tierstore.host.pinned_memory import Pinner
+from tierstore.host.shared_memory import SharedMemory
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
@@ -133,6 +134,7 @@ class Engine:
         clears: Whether new blocks are cleared before the connector is called, as in model runner V2.
         context_ranks: Size of decode context parallelism. Kinds with more than one rank must have this many.
         interleave: Number of consecutive tokens that are on the same rank.
+        apart: Whether each rank is on a machine of its own, so that ranks cannot share memory.
         more: Further entries of the connector's extra configuration.
     """
 
@@ -157,6 +159,7 @@ class Engine:
         clears: bool = False,
         context_ranks: int = 1,
         interleave: int = 1,
+        apart: bool = False,
         **more: Any,
     ) -> None:
         self.connector = stub.load_connector()
@@ -191,6 +194,12 @@ class Engine:
         self.clears = clears
         assert all(kind.ranks in (1, context_ranks) for kind in kinds)
         self.context_ranks, self.interleave = context_ranks, interleave
+        alike = all(kind.mla for kind in kinds) and context_ranks == 1
+        self.replicas = ranks // stages if alike else 1
+        """Number of consecutive ranks that have the same KV."""
+        self.apart = apart
+        self.shared: dict[int, SharedMemory] = {}
+        """The memory that the first rank of each stage has created."""
         kv = stub.kv_cache_config(blocks + 1, *(kind.spec for kind in kinds), hash_block_size=BLOCK)
         kv.prefix_cache_retention_interval = interval
         for number in drafts:
@@ -252,11 +261,14 @@ class Engine:
         worker = self.connector.TierStoreConnector(vllm_config, stub.Role.WORKER, kv)
         worker._rank = lambda: rank
         worker._stage = lambda: stage
+        worker._shared_memory = lambda nbytes: None if self.apart else self._map(stage, nbytes)
         wakeup = ImpatientWakeup()
         wakeup.gates = []
 
-        def opened(config: StoreConfig, found: KVLayout, number: int) -> WorkerHalf:
-            parts: Parts = assemble(config, PageLayout.of(found.spec), wakeup.bump)
+        def opened(
+            config: StoreConfig, found: KVLayout, number: int, replicas: int, shared: SharedMemory | None
+        ) -> WorkerHalf:
+            parts: Parts = assemble(config, PageLayout.of(found.spec), wakeup.bump, shared=shared)
             if number in self.pinners:
                 assert parts.arena is not None
                 slots = parts.arena.num_slots
@@ -264,7 +276,7 @@ class Engine:
                 assert isinstance(parts.mover, LocalMover)
                 parts.mover._memory[Tier.HOST] = arena
             parts.mover = mover = WiredMover.around(parts)
-            half = WorkerHalf(parts, found, number, wakeup)
+            half = WorkerHalf(parts, found, number, wakeup, replicas)
             half.idle_s = 0.0
             assert mover.copies is not None
             self.copies.append(mover.copies)
@@ -278,6 +290,15 @@ class Engine:
             {f"{g}.{i}": t for g, layers in enumerate(self.tensors[rank]) for i, t in enumerate(layers)}
         )
         return worker
+
+    def _map(self, stage: int, nbytes: Callable[[], int]) -> SharedMemory:
+        """Return the memory of a stage for one more rank. Each rank has a mapping of its own."""
+        if stage not in self.shared:
+            self.shared[stage] = SharedMemory.create(nbytes())
+            return self.shared[stage]
+        found = SharedMemory.open(self.shared[stage].handle)
+        found.close()
+        return found
 
     @property
     def free(self) -> list[int]:
@@ -411,6 +432,8 @@ class Engine:
             self._work()
         for worker in self.workers:
             worker.shutdown()
+        for memory in self.shared.values():
+            memory.close()
         self.scheduler.shutdown()
 
     # -- the scheduler --------------------------------------------------------------------------------------------
@@ -738,7 +761,9 @@ class Engine:
         weights: object = self.epoch
         if request.lora_request is not None:
             weights = (self.epoch, self.adapters[rank][request.lora_request.lora_int_id])
-        return float(crc32(repr((weights, rank, group, request.tokens[:tokens])).encode()) >> 8)
+        return float(
+            crc32(repr((weights, rank // self.replicas, group, request.tokens[:tokens])).encode()) >> 8
+        )
 
     def _require_all(self, rank: int, request: Request, group: int, block: int, tokens: int) -> None:
         want = self._want(rank, request, group, tokens)

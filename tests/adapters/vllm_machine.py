@@ -34,10 +34,12 @@ KINDS: tuple[tuple[Kind, ...], ...] = (
     (Kind(state=True, size=4), Kind(size=4), Kind(state=True, size=4), Kind(window=3)),
     (Kind(state=True),),
     (Kind(ring=True, size=4), Kind()),
+    (Kind(mla=True),),
+    (Kind(mla=True), Kind(window=3, mla=True)),
 )
 """KV groups of models: full attention; full attention and a window; blocks of two sizes; local chunks and full
 attention; a window alone; recurrent states with full attention, with full attention and a window, and alone; full
-attention and a ring, which is not stored.
+attention and a ring, which is not stored; MLA, alone and with a window over MLA.
 """
 
 
@@ -45,7 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Runs a simulated engine with random events. Copies and the disk are real, and gates can hold them back."""
 
     @initialize(
-        ranks=st.integers(1, 2),
+        ranks=st.sampled_from((1, 2, 2, 4)),
         ahead=st.integers(1, 2),
         host=st.integers(1, 6),
         nvme=st.booleans(),
@@ -53,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         kinds=st.sampled_from(KINDS),
         staged=st.booleans(),
         distributed=st.booleans(),
+        apart=st.sampled_from((False, False, True)),
     )
     def start(
         self,
@@ -64,10 +67,11 @@ class EngineMachine(RuleBasedStateMachine):
         kinds: tuple[Kind, ...],
         staged: bool,
         distributed: bool,
+        apart: bool,
     ) -> None:
         self.folder = tempfile.mkdtemp()
         page_nbytes = PAGE_NBYTES * max(kind.size for kind in kinds) // BLOCK
-        stages = ranks if staged else 1
+        stages = min(2, ranks) if staged else 1
         context_ranks = ranks if distributed and not staged else 1
         if any(kind.window or kind.chunk for kind in kinds):
             context_ranks = 1  # vLLM cannot distribute these kinds
@@ -95,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             clears=seed % 3 == 2,
             context_ranks=context_ranks,
             interleave=1 + seed % 2,
+            apart=apart,
         )
         self.copies_take_so_long(0.5)
 
@@ -162,12 +167,12 @@ class EngineMachine(RuleBasedStateMachine):
         for records in self.engine.records:
             records.hold(UP, DOWN)
 
-    @rule(lane=st.sampled_from([OUT, IN]), rank=st.integers(0, 1), page=st.integers(0, 2))
+    @rule(lane=st.sampled_from([OUT, IN]), rank=st.integers(0, 3), page=st.integers(0, 2))
     def fail_a_copy(self, lane: Lane, rank: int, page: int) -> None:
         self.engine.copies[rank % len(self.engine.copies)].fail_next(lane, page)
 
     @precondition(lambda self: self.engine.records)
-    @rule(lane=st.sampled_from([UP, DOWN]), rank=st.integers(0, 1), page=st.integers(0, 2))
+    @rule(lane=st.sampled_from([UP, DOWN]), rank=st.integers(0, 3), page=st.integers(0, 2))
     def fail_the_disk(self, lane: Lane, rank: int, page: int) -> None:
         self.engine.records[rank % len(self.engine.records)].fail_next(lane, page)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.planting import Plants
-from tierstore.adapters.vllm import compat, hit, kv_groups, loads, saves, scheduler
+from tierstore.adapters.vllm import compat, config, hit, kv_groups, loads, saves, scheduler
 from tierstore.adapters.vllm.hit import pages_to_load
 from tierstore.adapters.vllm.keys import namespace
 from tierstore.adapters.vllm.kv_groups import Group, Groups
@@ -19,8 +19,9 @@ from tierstore.adapters.vllm.requests import Step, StepReader
 from tierstore.adapters.vllm.saves import Stores
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.worker import WorkerHalf
-from tierstore.ranks import Ranks
-from tierstore.types import Ack, LeaseState, PageKey
+from tierstore.host.shared_memory import SharedMemory
+from tierstore.ranks import Ranks, _Merging
+from tierstore.types import Ack, Erase, LeaseState, PageKey, Tier, Transfer
 
 PLANTED = Plants()
 
@@ -285,3 +286,41 @@ def what_a_window_gave_back_is_stored(patch: pytest.MonkeyPatch) -> None:
 @PLANTED.bug
 def a_failed_load_is_gone_on_from_without_its_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "whole", True)
+
+
+@PLANTED.bug
+def ranks_with_different_kv_store_it_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(config, "replicas_of", lambda parallel, groups: parallel.tensor_parallel_size)
+
+
+@PLANTED.bug
+def ranks_do_not_share_their_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedMemory, "open", lambda handle: SharedMemory.create(handle.nbytes))
+
+
+@PLANTED.bug
+def only_the_owner_loads_a_page(patch: pytest.MonkeyPatch) -> None:
+    owned = WorkerHalf._owned
+
+    def wrong(self: WorkerHalf, command: Transfer | Erase) -> Transfer | Erase | None:
+        if isinstance(command, Erase) or command.dst != Tier.HBM:
+            return owned(self, command)
+        part = owned(self, replace(command, dst=Tier.HOST))
+        return replace(part, dst=Tier.HBM) if isinstance(part, Transfer) else None
+
+    patch.setattr(WorkerHalf, "_owned", wrong)
+
+
+@PLANTED.bug
+def a_page_is_there_before_its_owner_has_stored_it(patch: pytest.MonkeyPatch) -> None:
+    of = _Merging.of
+
+    def wrong(transfer: Transfer, ranks: int, replicas: int) -> _Merging:
+        merging = of(transfer, ranks, replicas)
+        if replicas > 1 and transfer.dst == Tier.HOST:
+            merging.open_by_rank = [list(range(len(transfer.keys))) for _ in range(ranks)]
+            merging.told = set()
+            merging.complete = ranks - 1
+        return merging
+
+    patch.setattr(_Merging, "of", wrong)

@@ -42,6 +42,7 @@ class Kind:
         state: Whether a block holds the state after its last computed token.
         ring: Whether each request has a single block.
         ranks: Number of ranks over which the tokens of a block are distributed. Only with full attention.
+        mla: Whether the KV is the same on all tensor-parallel ranks, if this is true of all groups.
     """
 
     size: int = BLOCK
@@ -50,6 +51,7 @@ class Kind:
     state: bool = False
     ring: bool = False
     ranks: int = 1
+    mla: bool = False
 
     @property
     def cells(self) -> int:
@@ -69,14 +71,16 @@ class Kind:
     def spec(self) -> stub.Spec:
         """vLLM's spec for this group."""
         if self.window is not None:
-            return stub.SlidingWindowSpec(self.size, self.window)
+            spec = stub.SlidingWindowMLASpec if self.mla else stub.SlidingWindowSpec
+            return spec(self.size, self.window)
         if self.chunk is not None:
             return stub.ChunkedLocalAttentionSpec(self.size, self.chunk)
         if self.state:
             return stub.MambaSpec(self.size)
         if self.ring:
             return stub.CircularBufferSpec(self.size)
-        return stub.FullAttentionSpec(self.cells, dcp_sharded=self.ranks > 1)
+        full = stub.MLAAttentionSpec if self.mla else stub.FullAttentionSpec
+        return full(self.cells, dcp_sharded=self.ranks > 1)
 
     def lacks(self, table: Sequence[int], tokens: int) -> int:
         """Return how many blocks a table lacks for ``tokens`` tokens."""

@@ -79,12 +79,22 @@ class FullAttentionSpec:
 
 
 @dataclass
+class MLAAttentionSpec(FullAttentionSpec):
+    """A group of full attention whose KV is the same on all tensor-parallel ranks."""
+
+
+@dataclass
 class SlidingWindowSpec:
     """A group in which a token sees ``sliding_window`` tokens, itself included."""
 
     block_size: int
     sliding_window: int
     dcp_sharded: bool = True
+
+
+@dataclass
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """A group of windows whose KV is the same on all tensor-parallel ranks."""
 
 
 @dataclass

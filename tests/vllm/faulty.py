@@ -11,6 +11,7 @@ from tierstore.adapters.vllm.kv_layout import KVLayout
 from tierstore.adapters.vllm.messages import Report
 from tierstore.adapters.vllm.worker import WorkerHalf
 from tierstore.config import StoreConfig
+from tierstore.host.shared_memory import SharedMemory
 from tierstore.types import Ack, Erase, Failure, Tier, Transfer
 
 FAILS_EVERY = 3
@@ -28,9 +29,16 @@ class FaultyHalf(WorkerHalf):
     tensors: Sequence[Any] = ()
 
     @classmethod
-    def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
+    def open(
+        cls,
+        config: StoreConfig,
+        kv_layout: KVLayout,
+        rank: int,
+        replicas: int = 1,
+        shared: SharedMemory | None = None,
+    ) -> WorkerHalf:
         """Open a worker half in the same way as ``WorkerHalf.open``, and keep the KV tensors."""
-        half = super().open(config, kv_layout, rank)
+        half = super().open(config, kv_layout, rank, replicas, shared)
         assert isinstance(half, FaultyHalf)
         half.tensors = kv_layout.pages.tensors
         half.loads, half.filled = {}, {}

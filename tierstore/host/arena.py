@@ -1,4 +1,4 @@
-"""The memory of the HOST tier: one anonymous mapping, divided into page slots.
+"""The memory of the HOST tier: one mapping, divided into page slots.
 
 The arena does not know which slots are in use, or by which pages.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tierstore.host.pinned_memory import Pinner
+    from tierstore.host.shared_memory import SharedMemory
     from tierstore.page import PageLayout
 
 
@@ -26,7 +27,13 @@ class HostArena:
     """
 
     def __init__(
-        self, layout: PageLayout, num_slots: int, pinner: Pinner | None = None, *, codec: str = "none"
+        self,
+        layout: PageLayout,
+        num_slots: int,
+        pinner: Pinner | None = None,
+        *,
+        codec: str = "none",
+        shared: SharedMemory | None = None,
     ) -> None:
         """Allocate the slots, and start to pin them in the background.
 
@@ -36,6 +43,7 @@ class HostArena:
             pinner: Object that pins the memory. If None, the memory is not pinned, and is committed when it is
                 first touched.
             codec: Codec of the pages in the slots.
+            shared: Memory for the slots that other processes map too. If None, the arena allocates its own.
 
         Raises:
             ValueError: The codec is unknown, or its encoded pages have no fixed size with this layout.
@@ -46,9 +54,13 @@ class HostArena:
         self.nbytes = num_slots * held.slot_nbytes
         self._stride = held.slot_nbytes
         self._length = held.view_nbytes
-        self._bytes = buffer(self.nbytes)
+        self._bytes = buffer(self.nbytes) if shared is None else shared.bytes[: self.nbytes]
         self._address = self._bytes.ctypes.data
-        self._pinning = None if pinner is None else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner)
+        self._pinning = (
+            None
+            if pinner is None
+            else Pinning(self._bytes, held.slot_nbytes, num_slots, pinner, shared=shared is not None)
+        )
         self.pin_nbytes = 0 if pinner is None else self.nbytes
         """Number of bytes to pin. 0 without a pinner and after ``close``."""
 

@@ -14,6 +14,7 @@ from threading import Condition
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from tierstore.host.shared_memory import use_huge_pages
 from tierstore.threads import Worker
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Pinning:
         pinner: Pinner,
         *,
         chunk_nbytes: int = CHUNK_NBYTES,
+        shared: bool = False,
     ) -> None:
         """Start the threads.
 
@@ -76,6 +78,7 @@ class Pinning:
             pinner: Object that pins and unpins ranges of memory.
             chunk_nbytes: Number of bytes to pin per call, rounded down to whole slots. At least one slot is
                 pinned per call.
+            shared: Whether the mapping is a ``SharedMemory``.
         """
         self.pinned_slots = 0
         """Number of pinned slots, starting at slot 0."""
@@ -84,6 +87,7 @@ class Pinning:
         self._address = memory.ctypes.data
         self._stride = stride
         self._pinner = pinner
+        self._shared = shared
         self._starts = _chunks(num_slots, max(1, chunk_nbytes // stride))
         self._ends = [*self._starts[1:], num_slots]
         self._next = 0
@@ -142,6 +146,8 @@ class Pinning:
         address = self._address + self._starts[index] * self._stride
         nbytes = (self._ends[index] - self._starts[index]) * self._stride
         try:
+            if self._shared:
+                use_huge_pages(address, nbytes)
             _touch(address, nbytes)
             self._pinner.pin(address, nbytes)
         except OSError as error:

@@ -41,6 +41,7 @@ _HOST_CODECS = ("none", "int8")
 _DISK_CODECS = ("none", "exp")
 """Values of ``nvme.codec`` if host memory has no codec."""
 LOAD_TIMEOUT_S = 30.0
+_CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Settings:
         """Return the loss class of pages. It is part of their identity."""
         return LOSS_CLASSES[self.config.codec]
 
-    def of_rank(self, world_size: int, replica: int | None, device: str) -> StoreConfig:
+    def of_rank(self, world_size: int, replica: int | None, device: str, replicas: int = 1) -> StoreConfig:
         """Return the configuration of one rank: its share of all capacities, its device and its directory.
 
         Args:
@@ -126,17 +127,22 @@ class Settings:
             replica: Index of this engine if several engines, each with its own scheduler, serve the model (data
                 parallel). Each engine then has its own directory. None if there is one engine.
             device: Device of the rank's HBM pages, such as "cuda:0".
+            replicas: Number of ranks that share host memory and store each page once. The host capacity is that of
+                the shared memory.
         """
         config = self.config
         changes: dict[str, object] = {"hbm": HbmConfig(device=device, owner="engine")}
         if config.host is not None:
-            changes["host"] = config.host.model_copy(update={"capacity": config.host.capacity // world_size})
+            changes["host"] = config.host.model_copy(
+                update={"capacity": config.host.capacity * replicas // world_size}
+            )
         if config.nvme is not None:
             changes["nvme"] = config.nvme.model_copy(
                 update={
                     "path": _path_of(config.nvme.path, replica),
                     "capacity": config.nvme.capacity // world_size,
-                    "daily_writes": config.nvme.daily_writes and config.nvme.daily_writes // world_size,
+                    "daily_writes": config.nvme.daily_writes
+                    and config.nvme.daily_writes * replicas // world_size,
                 }
             )
         return config.model_copy(update=changes)
@@ -240,6 +246,20 @@ def distribution(vllm_config: Any) -> str:
     return f"tokens over {ranks} ranks in pieces of {pieces} "
 
 
+def replicas_of(parallel: Any, groups: Groups) -> int:
+    """Return the number of tensor-parallel ranks that have the same KV. The result is 1 unless all layers have MLA.
+
+    The ranks of decode or prefill context parallelism have different tokens.
+    """
+    split = max(getattr(parallel, name, 1) for name in _CONTEXT_PARALLEL)
+    return parallel.tensor_parallel_size if groups.replicated and split == 1 else 1
+
+
+def _stored_once(replicas: int) -> str:
+    """Return a part of the identity of pages that ``replicas`` ranks store once. Empty if each rank stores its own."""
+    return "" if replicas == 1 else f"once on {replicas} ranks "
+
+
 def clears_blocks_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Return whether vLLM clears new blocks before the connector can wait for copies that read them.
 
@@ -280,6 +300,8 @@ class Deployment:
     """Number of workers. Each page is split among them."""
     stages: int
     """Number of pipeline stages. Each has the KV of its own layers. Stages may have different numbers of layers."""
+    replicas: int
+    """Number of consecutive ranks whose KV is the same. They store each page once if they can share host memory."""
     replica: int | None
     """Index of this engine if requests are distributed over several engines (data parallel), else None."""
     num_blocks: int
@@ -312,6 +334,7 @@ class Deployment:
             distribution=distribution(vllm_config),
             world_size=parallel.world_size,
             stages=parallel.pipeline_parallel_size,
+            replicas=replicas_of(parallel, groups),
             replica=parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
             num_blocks=kv_cache_config.num_blocks,
             events=wants_events(vllm_config),
@@ -339,8 +362,13 @@ class Deployment:
         """Return a name for the layers of this process's pipeline stage. Empty if a single stage has all layers."""
         return "" if self.stages == 1 else repr([group.layers for group in self.groups.all])
 
-    def of_rank(self, tensors: Sequence[torch.Tensor], rank: int) -> tuple[StoreConfig, KVLayout]:
+    def of_rank(
+        self, tensors: Sequence[torch.Tensor], rank: int, replicas: int = 1
+    ) -> tuple[StoreConfig, KVLayout]:
         """Return the configuration of worker ``rank``, and the layout of pages in its KV tensors.
+
+        ``replicas`` consecutive ranks share host memory and store each page once. They do not find pages that were
+        stored in another way.
 
         Raises:
             ConfigError: The layout of the tensors is not supported.
@@ -349,8 +377,13 @@ class Deployment:
             tensors,
             num_blocks=self.num_blocks,
             block_size=(self.groups.spine or self.groups.all[0]).tokens_per_rank,
-            identity=self._stage_name + self.distribution + self.groups.name + self.identity,
+            identity=_stored_once(replicas)
+            + self._stage_name
+            + self.distribution
+            + self.groups.name
+            + self.identity,
             shard=rank,
             heads=self.heads,
         )
-        return self.settings.of_rank(self.world_size, self.replica, device_of(tensors[0])), found
+        device = device_of(tensors[0])
+        return self.settings.of_rank(self.world_size, self.replica, device, replicas), found

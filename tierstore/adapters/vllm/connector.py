@@ -22,17 +22,21 @@ from tierstore.adapters.vllm import compat
 from tierstore.adapters.vllm.config import Deployment, caching_is_on, tell_of_no_caching
 from tierstore.adapters.vllm.hit import local_tokens
 from tierstore.adapters.vllm.messages import Orders, Report
+from tierstore.adapters.vllm.replicas import VllmPeers, shared_memory
 from tierstore.adapters.vllm.requests import StepReader
 from tierstore.adapters.vllm.scheduler import SchedulerHalf
 from tierstore.adapters.vllm.worker import WorkerHalf
+from tierstore.build import host_nbytes
 from tierstore.errors import ConfigError
+from tierstore.page import PageLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from tierstore.adapters.vllm.messages import Hello
+    from tierstore.host.shared_memory import SharedMemory
 
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 """vLLM's class for reporting loaded and failed requests. None before vLLM 0.32."""
@@ -423,10 +427,22 @@ class TierStoreConnector(KVConnectorBase_V1, Hybrid):  # type: ignore[misc]
         stage: int = get_pp_group().rank_in_group
         return stage
 
+    def _shared_memory(self, nbytes: Callable[[], int]) -> SharedMemory | None:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        return shared_memory(VllmPeers(get_tp_group(), get_pp_group()), nbytes)
+
     def _open(self, tensors: list[torch.Tensor]) -> None:
         rank = self._rank()
-        config, kv_layout = self._deployment.of_rank(tensors, rank)
-        self._worker = self._open_half(config, kv_layout, rank)
+        replicas, shared = self._deployment.replicas, None
+        config, kv_layout = self._deployment.of_rank(tensors, rank, replicas)
+        if replicas > 1:
+            layout, once = PageLayout.of(kv_layout.spec), config
+            shared = self._shared_memory(lambda: host_nbytes(once, layout))
+        if shared is None and replicas > 1:
+            replicas = 1
+            config, kv_layout = self._deployment.of_rank(tensors, rank)
+        self._worker = self._open_half(config, kv_layout, rank, replicas, shared)
         caching = caching_is_on(self._vllm_config)
         self._worker.hello = replace(self._worker.hello, stage=self._stage(), caching=caching)
         if self._deployment.replica is not None:

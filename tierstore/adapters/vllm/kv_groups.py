@@ -194,6 +194,7 @@ class Groups:
         all: The groups whose blocks are stored and loaded, in the order of their numbers.
         skipped: Layers of the other groups.
         replayed: Number of tokens at the end of a hit that vLLM computes again, to fill a skipped group.
+        replicated: Whether the KV is the same on all tensor-parallel ranks, because all layers have MLA.
         interval: Distance in tokens between the positions at which windows are always stored. 0 means that there
             are no such positions. None means that all windows are stored.
     """
@@ -202,6 +203,7 @@ class Groups:
     skipped: tuple[str, ...] = ()
     replayed: int = 0
     interval: int | None = None
+    replicated: bool = False
 
     @cached_property
     def whole(self) -> bool:
@@ -389,6 +391,7 @@ def groups_of(kv_cache_config: Any, ranks: int = 1) -> Groups:
         tuple(skipped),
         max(compat.replayed_tokens(group) for _, group in found),
         compat.retention_interval(kv_cache_config),
+        all(_named(spec) in _MLA for _, group in found for spec in compat.layer_specs(group.kv_cache_spec)),
     )
 
 
@@ -428,6 +431,8 @@ _REFUSED = {
 """Specs of layers that are not supported, with the reason for the error message."""
 
 _STATE = "MambaSpec"
+_MLA = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Specs of layers with a single vector per token, from which each rank computes the keys and values of its heads."""
 
 _KINDS: dict[str, Callable[[Any], Kind]] = {
     "FullAttentionSpec": lambda spec: FULL,

@@ -75,6 +75,8 @@ class Hello:
     """The worker's pipeline stage."""
     caching: bool = True
     """Whether vLLM's prefix caching is on in this worker, now that the model is loaded."""
+    replicas: int = 1
+    """Number of ranks, including this one, that share host memory and store each page once."""
 
     @property
     def opened(self) -> Opened:

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 class Terms:
     """The settings from which the scheduler half and its tiers are created.
 
-    ``config`` is the configuration of one rank. ``load_timeout_s``, ``put_off_s`` and ``load`` are as in
+    ``config`` is the configuration of one rank, and ``config_shared`` the one that applies if ranks store each page
+    once. None if they never do. ``load_timeout_s``, ``put_off_s`` and ``load`` are as in
     ``config.Settings``.
     """
 
@@ -62,6 +63,7 @@ class Terms:
     """Whether pages are stored."""
     pins: bool = False
     """Whether blocks must be pinned in vLLM's pool while they are copied."""
+    config_shared: StoreConfig | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +108,9 @@ class Tiers:
         Raises:
             ConfigError: Workers of a stage have different pages, or workers have opened tiers of different sizes.
         """
+        (replicas,) = {hello.replicas for hello in hellos}  # the workers have agreed on it
+        if replicas > 1 and terms.config_shared is not None:
+            terms = replace(terms, config=terms.config_shared)
         for stage in sorted({hello.stage for hello in hellos}):
             specs = {hello.spec for hello in hellos if hello.stage == stage}
             if len(specs) != 1:
@@ -117,7 +122,7 @@ class Tiers:
             fewest = min(hello.host_slots for hello in hellos)
             hellos = [replace(hello, host_slots=fewest) for hello in hellos]
         largest = max(hellos, key=lambda hello: hello.spec.page_nbytes)
-        layout, ranks = PageLayout.of(largest.spec), Ranks(len(hellos))
+        layout, ranks = PageLayout.of(largest.spec), Ranks(len(hellos), replicas)
         opened = assemble_apart(terms.config, layout, [hello.opened for hello in hellos], ranks)
         store = TierStore(terms.config, opened, Wakeup(), pump=False)
         stores = Stores(store, terms.groups, events, pins)
@@ -186,12 +191,15 @@ def measured(
 ) -> MeasuredCosts | None:
     """Return cost estimates, or None if ``terms.load`` is "always", because every hit is then loaded in full.
 
-    Until pages have been read, the estimates use the measured disk throughput of the slowest worker.
+    Until pages have been read, the estimates use the measured disk throughput of the slowest worker. Workers that store
+    each page once read different pages at the same time.
     """
     if terms.load == "always":
         return None
     rates = [hello.read_rate for hello in hellos if hello.read_rate is not None]
     page_nbytes, slowest = max(hello.spec.page_nbytes for hello in hellos), min(rates, default=None)
+    if slowest is not None:
+        slowest *= hellos[0].replicas
     return MeasuredCosts(store, compute_rate, page_nbytes, slowest, clock, lambda: loads.promised)
 
 
@@ -271,6 +279,9 @@ class SchedulerHalf:
             loads=deployment.caching and deployment.role != "kv_producer",
             stores=deployment.caching and deployment.role != "kv_consumer",
             pins=deployment.pins,
+            config_shared=None
+            if deployment.replicas == 1
+            else settings.of_rank(deployment.world_size, deployment.replica, "cpu", deployment.replicas),
         )
         return cls(
             terms,

@@ -21,6 +21,7 @@ from tierstore.mover import LocalMover
 from tierstore.nvme import disk_probe
 from tierstore.page import PageLayout
 from tierstore.pump import Wakeup
+from tierstore.ranks import owner
 from tierstore.threads import Worker
 from tierstore.types import Erase, PageKey, Tier, Transfer
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tierstore.build import Parts
     from tierstore.config import StoreConfig
     from tierstore.directory.residency import Residency
+    from tierstore.host.shared_memory import SharedMemory
     from tierstore.metrics import RankHealth
     from tierstore.mover import Mover
     from tierstore.ranks import Record
@@ -203,8 +205,13 @@ _REST_S = 30.0
 class WorkerHalf:
     """The opened tiers of one rank, and the engine's tensors on that rank."""
 
-    def __init__(self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup) -> None:
-        """Take ownership of opened parts, whose threads bump ``wakeup``. Use ``open`` to create an instance."""
+    def __init__(
+        self, parts: Parts, kv_layout: KVLayout, rank: int, wakeup: Wakeup, replicas: int = 1
+    ) -> None:
+        """Take ownership of opened parts, whose threads bump ``wakeup``. Use ``open`` to create an instance.
+
+        ``replicas`` consecutive ranks share one host memory and store each page once.
+        """
         # A worker has no TierStore, because a store's directory makes decisions that belong to the scheduler
         # half. Instead, this half assembles the tiers and drives the mover itself. It only uses the directory to
         # get the records that were on disk when it was opened.
@@ -218,6 +225,7 @@ class WorkerHalf:
         self.held_nbytes = parts.held.view_nbytes
         """Size of a page in host memory, in bytes. Reading a page from disk reads the same number of bytes."""
         self._rank = rank
+        self._replicas = replicas
         self._shard = kv_layout.spec.shard.to_bytes(2, "big")
         self._last_use: Callable[[Event | None], Event | None] = parts.device.last_use
         self._arena, self._nvme, self._stats = parts.arena, parts.nvme, parts.device.stats
@@ -241,17 +249,33 @@ class WorkerHalf:
             parts.arena.num_slots,
             catalogue,
             health=self._reported,
+            replicas=replicas,
         )
 
     @classmethod
-    def open(cls, config: StoreConfig, kv_layout: KVLayout, rank: int) -> WorkerHalf:
+    def open(
+        cls,
+        config: StoreConfig,
+        kv_layout: KVLayout,
+        rank: int,
+        replicas: int = 1,
+        shared: SharedMemory | None = None,
+    ) -> WorkerHalf:
         """Open the tiers of this rank.
+
+        Args:
+            config: The configuration of this rank.
+            kv_layout: The layout of pages in the engine's tensors.
+            rank: The number of this rank.
+            replicas: Number of consecutive ranks that share host memory and store each page once.
+            shared: This memory. None if ``replicas`` is 1.
 
         Raises:
             ConfigError: See ``TierStore.open``. No tier stays open.
         """
         wakeup = Wakeup()
-        half = cls(assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump), kv_layout, rank, wakeup)
+        parts = assemble(config, PageLayout.of(kv_layout.spec), wakeup.bump, shared=shared)
+        half = cls(parts, kv_layout, rank, wakeup, replicas)
         if config.nvme is not None and not config.nvme.read_only:  # the measurement writes to the disk
             rate = _read_rate(config.nvme.path, kv_layout.spec.page_nbytes, half.held_nbytes)
             half.hello = replace(half.hello, read_rate=rate)
@@ -374,6 +398,8 @@ class WorkerHalf:
         """
         for command in commands:
             own = self._own(command)
+            if own is None:
+                continue
             of_engine = isinstance(own, Transfer) and Tier.HBM in (own.src, own.dst)
             self._commands.submit(own, self._launched if of_engine else None)
 
@@ -393,15 +419,32 @@ class WorkerHalf:
                     warned - start,
                 )
 
-    def _own(self, command: Transfer | Erase) -> Transfer | Erase:
-        """Return the same command with the keys of this rank's shard of the pages."""
-        if self._shard == b"\0\0":
-            return command
+    def _own(self, command: Transfer | Erase) -> Transfer | Erase | None:
+        """Return this rank's part of a command, with the keys of its shard of the pages. None if it has no part."""
+        part = self._owned(command)
+        if part is None or self._shard == b"\0\0":
+            return part
+        command = part
         keys = tuple(PageKey(key[:-2] + self._shard) for key in command.keys)
         if isinstance(command, Erase):
             return replace(command, keys=keys)
         parents = tuple(None if key is None else PageKey(key[:-2] + self._shard) for key in command.parents)
         return replace(command, keys=keys, parents=parents)
+
+    def _owned(self, command: Transfer | Erase) -> Transfer | Erase | None:
+        """Return the part of a command for pages that this rank owns, or None if it owns none of them.
+
+        Every rank loads all pages into its HBM.
+        """
+        if self._replicas == 1 or (isinstance(command, Transfer) and command.dst == Tier.HBM):
+            return command
+        index = self._rank % self._replicas
+        mine = [i for i, key in enumerate(command.keys) if owner(key, self._replicas) == index]
+        if len(mine) in (0, len(command.keys)):
+            return command if mine else None
+        if isinstance(command, Erase):
+            return replace(command, keys=tuple(command.keys[i] for i in mine))
+        return command.part(mine)
 
 
 def _read_rate(directory: Path, page_nbytes: int, held_nbytes: int) -> float | None:
