@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections import Counter
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pages import chain
-from tierstore.ranks import Disk, Ranks, merged_disk
-from tierstore.types import Ack, Erase, Failure, Tier, Transfer
+from tierstore.ranks import Disk, Ranks, merged_disk, owner
+from tierstore.types import Ack, Erase, Failure, PageKey, Tier, Transfer
 
 KEYS = tuple(chain(3))
 
@@ -159,3 +163,174 @@ def test_catalogue_of_a_single_rank_is_unchanged() -> None:
     found = [(KEYS[0], None, 10), (KEYS[1], KEYS[0], 20)]
     disk, halves = merged_disk([Disk(100, 1000, found)])
     assert (list(disk.records()), halves) == (found, ())
+
+
+KEY_OF_BOTH = tuple(sorted(chain(12), key=lambda key: owner(key, 2)))
+"""Keys that rank 0 owns, followed by keys that rank 1 owns."""
+SHARED = (KEY_OF_BOTH[0], KEY_OF_BOTH[-1], KEY_OF_BOTH[1])
+"""Of two ranks with the same shards, rank 0 owns the first and the last of these keys, and rank 1 the other."""
+
+
+def shared(dst: Tier, ranks: int = 2, src: Tier = Tier.NVME) -> Ranks:
+    """Return ranks that store each page once per two ranks, and were sent a transfer of ``SHARED``."""
+    found = Ranks(ranks, 2)
+    found.records = (Tier.NVME,)
+    found.submit(Transfer(7, SHARED, src, (0, 1, 2), dst, (3, 4, 5), 0, (None,) * 3))
+    found.take()
+    return found
+
+
+def test_owners_are_the_same_everywhere_and_own_about_the_same_number_of_pages() -> None:
+    assert [owner(PageKey(bytes([n]) + bytes(35)), 8) for n in (0, 1, 9, 255)] == [0, 1, 1, 7]
+    keys = chain(3000)
+    for replicas in (2, 3, 8):
+        counts = Counter(owner(key, replicas) for key in keys)
+        assert set(counts) == set(range(replicas))
+        assert max(counts.values()) < 1.2 * 3000 / replicas
+    assert owner(PageKey(keys[0][:-2] + b"\0\7"), 8) == owner(keys[0], 8), "the shard must not matter"
+
+
+def test_a_page_is_in_memory_once_its_owner_has_it_and_in_hbm_once_all_ranks_have_it() -> None:
+    memory = shared(Tier.HOST)
+    memory.deliver(0, [Ack(7, True, 2, 20)])
+    assert memory.poll() == []
+    memory.deliver(1, [Ack(7, True, 1, 12)])
+    (ack,) = memory.poll()
+    assert (ack.ok, ack.num_ready, ack.sizes, ack.nbytes) == (True, 3, (10, 12, 10), 32)
+    assert not memory.waiting
+
+    hbm = shared(Tier.HBM, src=Tier.HOST)
+    hbm.deliver(1, [arrived()])
+    assert hbm.poll() == []
+    hbm.deliver(0, [arrived()])
+    (ack,) = hbm.poll()
+    assert (ack.ok, ack.sizes) == (True, (10, 10, 10))
+
+
+def test_a_rank_that_owns_no_page_of_a_transfer_reports_nothing() -> None:
+    found = Ranks(2, 2)
+    found.submit(Transfer(7, SHARED[:1], Tier.NVME, (0,), Tier.HOST, (3,), 0, (None,)))
+    found.take()
+    found.deliver(0, [Ack(7, True, 1, 10)])
+    (ack,) = found.poll()
+    assert (ack.ok, ack.sizes) == (True, (10,))
+    assert not found.waiting
+
+
+def test_record_that_its_owner_could_not_store_is_erased_only_if_another_stage_has_it() -> None:
+    failed = Ack(7, False, 1, 10, failures=((1, Failure.NO_SPACE),))
+    alone = shared(Tier.NVME, src=Tier.HOST)
+    alone.deliver(0, [failed])
+    alone.deliver(1, [Ack(7, True, 1, 10)])
+    (ack,) = alone.poll()
+    assert ack.failures == ((2, Failure.NO_SPACE),)
+    assert alone.take() == []
+
+    stages = shared(Tier.NVME, 4, src=Tier.HOST)
+    for rank, found in enumerate([failed, Ack(7, True, 1, 10), Ack(7, True, 2, 20), Ack(7, True, 1, 10)]):
+        assert stages.poll() == []
+        stages.deliver(rank, [found])
+    (ack,) = stages.poll()
+    assert ack.failures == ((2, Failure.NO_SPACE),)
+    assert stages.take() == [Erase(Tier.NVME, (SHARED[2],))]
+
+
+def test_page_that_is_late_on_its_owner_settles_with_the_owners_second_ack() -> None:
+    found = shared(Tier.HOST)
+    found.deliver(0, [Ack(7, True, 1, 10, late=(1,))])
+    assert found.poll() == []
+    found.deliver(1, [Ack(7, True, 1, 10)])
+    (first,) = found.poll()
+    assert (first.ok, first.num_ready, first.late) == (True, 2, (2,))
+    found.deliver(0, [Ack(7, True, 1, 10)])
+    (second,) = found.poll()
+    assert (second.num_ready, second.late) == (1, ())
+    assert not found.waiting
+
+
+@given(st.data())
+def test_each_page_of_ranks_that_share_memory_is_answered_for_exactly_once(data: st.DataObject) -> None:
+    replicas, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 2))
+    keys = tuple(chain(data.draw(st.integers(1, 6))))
+    ranks = Ranks(replicas * stages, replicas)
+    slots = tuple(range(len(keys)))
+    ranks.submit(Transfer(7, keys, Tier.NVME, slots, Tier.HOST, slots, 0, (None,) * len(keys)))
+    ranks.take()
+    mine = {
+        rank: [place for place, key in enumerate(keys) if owner(key, replicas) == rank % replicas]
+        for rank in range(replicas * stages)
+    }
+    waiting = {rank: places for rank, places in mine.items() if places}
+    good = set(range(len(keys)))
+    ready: set[int] = set()
+    failed: set[int] = set()
+    places = list(range(len(keys)))
+    while waiting:
+        assert ranks.waiting
+        rank = data.draw(st.sampled_from(sorted(waiting)))
+        left = waiting.pop(rank)
+        first = left == mine[rank]
+        fates = [data.draw(st.sampled_from(["ready", "failed", *(["late"] if first else [])])) for _ in left]
+        late = tuple(i for i, fate in enumerate(fates) if fate == "late")
+        failures = tuple((i, Failure.IO_ERROR) for i, fate in enumerate(fates) if fate == "failed")
+        good -= {left[i] for i, _ in failures}
+        pages = fates.count("ready")
+        ranks.deliver(rank, [Ack(7, not failures, pages, pages, failures=failures, late=late)])
+        if late:
+            waiting[rank] = [left[i] for i in late]
+            mine[rank] = []  # pages are late only once
+        for ack in ranks.poll():
+            lost = {i for i, _ in ack.failures}
+            ready |= {place for i, place in enumerate(places) if i not in lost and i not in ack.late}
+            failed |= {places[i] for i in lost}
+            places = [places[i] for i in ack.late]
+    assert not ranks.waiting
+    assert ready == good
+    assert failed == set(range(len(keys))) - good
+
+
+def test_records_of_ranks_that_share_memory_are_found_if_each_stage_has_them() -> None:
+    mine, others = SHARED[::2], SHARED[1:2]
+
+    def disk(keys: Sequence[PageKey], nbytes: int = 10, budget: int = 10_000) -> Disk:
+        return Disk(10, budget, [(key, None, nbytes) for key in keys])
+
+    found, halves = merged_disk([disk(mine), disk(others)], 2)
+    assert {key for key, _, _ in found.records()} == set(SHARED)
+    assert halves == ()
+
+    stray, halves = merged_disk([disk([*mine, *others]), disk([])], 2)
+    assert {key for key, _, _ in stray.records()} == set(mine), "a record counts only on its owner"
+    assert halves == ()
+
+    stages, halves = merged_disk([disk(mine), disk(others), disk(mine[:1]), disk(others, 14)], 2)
+    assert {key: nbytes for key, _, nbytes in stages.records()} == {mine[0]: 10, others[0]: 14}
+    assert halves == (mine[1],)
+
+
+def test_records_of_ranks_that_share_memory_are_ordered_by_their_age_on_each_rank() -> None:
+    mine = [key for key in KEY_OF_BOTH if not owner(key, 2)]
+    others = [key for key in KEY_OF_BOTH if owner(key, 2)]
+    disks = [Disk(10, 1000, [(key, None, 10) for key in keys]) for keys in (mine, others)]
+    keys = [key for key, _, _ in merged_disk(disks, 2)[0].records()]
+    assert {keys[0], keys[1]} == {mine[0], others[0]}
+    assert [key for key in keys if key in mine] == mine
+    assert [key for key in keys if key in others] == others
+    assert {keys[-1], keys[-2]} == {mine[-1], others[-1]}
+
+
+@pytest.mark.parametrize(("pages", "replicas"), [(40, 2), (1_000, 8), (20_000, 4)])
+def test_space_of_ranks_that_share_memory_is_enough_for_almost_every_distribution(
+    pages: int, replicas: int
+) -> None:
+    merged, _ = merged_disk([Disk(10, pages * 10, []) for _ in range(replicas)], replicas)
+    kept = merged.budget_nbytes // 10
+    assert replicas * pages // 2 <= kept < replicas * pages
+    chance = random.Random(0)
+    runs = 50
+    tight = sum(
+        max(Counter(chance.randrange(replicas) for _ in range(kept)).values()) > pages for _ in range(runs)
+    )
+    assert tight <= runs // 20
+    full = Disk(10, pages * 10, [(key, None, 10 * pages) for key in KEY_OF_BOTH[:1]])
+    assert merged_disk([full, full], 2)[0].budget_nbytes >= 10 * pages, "records that exist are kept"

@@ -9,6 +9,7 @@ import pytest
 
 from tests.vllm import tiny_model
 from tests.vllm.conftest import Oracle
+from tests.vllm.damage import flip_every
 from tests.vllm.runner import (
     Engines,
     ask,
@@ -23,6 +24,7 @@ from tests.vllm.runner import (
     rest,
 )
 from tests.vllm.test_connector import EXTERNAL, cached, tiers, tokens_of
+from tierstore.nvme.inspection import inspect
 
 pytestmark = pytest.mark.vllm
 
@@ -101,17 +103,20 @@ def test_model_without_prefix_caching_answers_unchanged_and_logs_why_nothing_hit
     assert clean == "clean"
 
 
-def test_mla_of_two_ranks_is_restored_as_by_the_cache_of_vllm(mla_engines: Engines, tmp_path: Path) -> None:
+def test_mla_of_two_ranks_is_stored_once_and_restored_as_by_the_cache_of_vllm(
+    mla_engines: Engines, tmp_path: Path
+) -> None:
     prompts, tokens = tiny_model.prompts(4, 161), 8  # a single token follows the hit: see cached_mla
+    home = tmp_path / "a"
     two: dict[str, Any] = {
-        "transfer": connector(tiers(tmp_path / "a", 200, tiny_model.PAGE_NBYTES, "64MiB")),
+        "transfer": connector(tiers(home, 200, tiny_model.PAGE_NBYTES, "64MiB")),
         "in_process": True,
         "first": "tests.vllm.cached_mla",
         "tensor_parallel_size": 2,
         "block_size": 16,
     }
     # Decoding rounds differently from a prefill, so answers are compared with those after hits in vLLM's own cache.
-    _, own, none, _, host, _, leaks, found = mla_engines.life(
+    cold, own, none, _, host, _, leaks, found = mla_engines.life(
         [
             ask(prompts, tokens),
             ask(prompts, tokens),
@@ -129,8 +134,20 @@ def test_mla_of_two_ranks_is_restored_as_by_the_cache_of_vllm(mla_engines: Engin
     assert cached(host) == cached(own) == [160] * 4
     assert (none[EXTERNAL], found[EXTERNAL]) == (0, 160 * 4)
     assert not any(leaks.values()), leaks
+    records = [shard.records for shard in inspect(home).shards]
+    assert len(records) == 2
+    assert all(records)
+    assert sum(map(int, filter(None, records))) == 10 * 4, "a page is stored by both ranks"
 
     restarted, clean = mla_engines.life([ask(prompts, tokens), check()], **two)
     assert tokens_of(restarted) == tokens_of(own)
     assert cached(restarted) == [160] * 4
+    assert clean == "clean"
+
+    page_nbytes = 2 * 16 * 576 * 4
+    assert all(flip_every(home, 1, page_nbytes, rank) for rank in (0, 1))
+    damaged, again, clean = mla_engines.life([ask(prompts, tokens), ask(prompts, tokens), check()], **two)
+    assert cached(damaged) == [0] * 4
+    assert tokens_of(damaged) == tokens_of(cold)
+    assert tokens_of(again) == tokens_of(own)
     assert clean == "clean"

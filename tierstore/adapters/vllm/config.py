@@ -249,7 +249,8 @@ def distribution(vllm_config: Any) -> str:
 def replicas_of(parallel: Any, groups: Groups) -> int:
     """Return the number of tensor-parallel ranks that have the same KV. The result is 1 unless all layers have MLA.
 
-    The ranks of decode or prefill context parallelism have different tokens.
+    It is also 1 with decode context parallelism, because ranks then have different tokens, and with prefill context
+    parallelism, because ranks agree on sharing memory only within one tensor-parallel group per stage.
     """
     split = max(getattr(parallel, name, 1) for name in _CONTEXT_PARALLEL)
     return parallel.tensor_parallel_size if groups.replicated and split == 1 else 1
