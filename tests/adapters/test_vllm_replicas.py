@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import vllm_stub as stub
+from tests.adapters.rank_process import require_shared
 from tests.adapters.test_vllm_disk_prefetch import only_on_disk
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_pool import Kind
@@ -214,3 +215,8 @@ def test_stages_share_memory_or_no_rank_shares_any(place: str, tmp_path: Path) -
             True,
         ]  # the first rank of each stage, and the one that knows why
         assert "Too many open files" in ended[3][1]
+
+
+@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.deep)])
+def test_ranks_in_two_processes_load_what_either_has_stored(codec: str) -> None:
+    require_shared(["cpu", "cpu"], 6, {"capacity": "40MiB", "codec": codec})
