@@ -153,6 +153,22 @@ class ExtentFiles:
             raise IntegrityError("the slot does not start with a record")
         return scratch[_HEAD_AT:BLOCK]
 
+    def read_run(
+        self, places: Sequence[Place], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+    ) -> bool:
+        """Read adjacent slots of one file with one call, and return whether all bytes were read.
+
+        Each head block is read into ``heads[i]``, and each payload into ``outs[i]``. If not all bytes were
+        read, the contents of the memory are undefined.
+
+        Raises:
+            IntegrityError: The file is missing.
+            OSError: The slots cannot be read.
+        """
+        buffers = [part.data for pair in zip(heads, outs, strict=True) for part in pair]
+        got = os.preadv(self.descriptor(places[0].extent), buffers, places[0].block * BLOCK)
+        return got == sum(buffer.nbytes for buffer in buffers)
+
     def descriptor(self, number: int) -> int:
         """Return the descriptor of a file. Raises IntegrityError if there is no such file."""
         fd = self._fds.get(number)
@@ -261,8 +277,52 @@ class ExtentBytes:
                 return Fetched(payload, raw, entry.generation)
         raise MovedError(f"the record was replaced {TRIES} times while it was being read")
 
+    def fetch_run(
+        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+    ) -> list[Fetched | None]:
+        raws = self._env.entries(keys)
+        places = [_exact(key, raw, out) for key, raw, out in zip(keys, raws, outs, strict=True)]
+        found: list[Fetched | None] = [None] * len(keys)
+        for first, end in _whole_runs(places):
+            run = [place for place in places[first:end] if place is not None]
+            for place in run:
+                self._slots.pin(place)
+            try:
+                if not self._files.read_run(run, outs[first:end], heads[first:end]):
+                    continue
+            except (IntegrityError, OSError):
+                continue  # ``fetch`` of each page shows which one cannot be read
+            finally:
+                for place in run:
+                    self._slots.unpin(place)
+            for index in range(first, end):
+                raw = raws[index]
+                if raw is not None and heads[index][:_HEAD_AT].tobytes() == PREFIX:
+                    found[index] = Fetched(outs[index], raw, unpack(keys[index], raw).generation)
+        return found
+
     def close(self) -> None:
         self._files.close()
+
+
+def _exact(key: PageKey, raw: bytes | None, out: NDArray[np.uint8]) -> Place | None:
+    """Return the slot of an entry if its payload fills the slot and can be read into ``out``, else None."""
+    try:
+        entry = None if raw is None else unpack(key, raw)
+    except IntegrityError:
+        return None
+    if entry is None or entry.stored_nbytes != out.nbytes or not is_aligned(out):
+        return None
+    place = Place(entry.extent, entry.block, slot_blocks(entry.nbytes))
+    return place if place.blocks * BLOCK == BLOCK + out.nbytes else None
+
+
+def _whole_runs(places: Sequence[Place | None]) -> Iterator[tuple[int, int]]:
+    """Divide ``places`` into ranges of at least two adjacent slots. Yield each range as (first, end)."""
+    known = [index for index, place in enumerate(places) if place is not None]
+    for first, end in _runs([place for place in places if place is not None]):
+        if end - first > 1 and known[end - 1] - known[first] == end - 1 - first:
+            yield known[first], known[end - 1] + 1
 
 
 def copy_records(files: ExtentFiles, planned: Sequence[Move]) -> None:

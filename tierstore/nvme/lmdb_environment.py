@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -92,6 +92,15 @@ class Environment:
         try:
             with env.begin() as txn:
                 return txn.get(key, db=self.catalogue)
+        finally:
+            self._inside.pop()
+
+    def entries(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the current catalogue entries of several keys, from one transaction."""
+        env = self.enter()
+        try:
+            with env.begin() as txn:
+                return [txn.get(key, db=self.catalogue) for key in keys]
         finally:
             self._inside.pop()
 

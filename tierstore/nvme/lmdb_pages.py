@@ -53,6 +53,11 @@ class InlineBytes:
             place[payload.nbytes :] = 0  # as in extent files, where records are padded with zeros
         return Fetched(payload, raw, entry.generation)
 
+    def fetch_run(
+        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+    ) -> list[Fetched | None]:
+        return [None] * len(keys)  # each record is copied out of the map separately
+
     def close(self) -> None:
         """Do nothing: the owner of the environment closes it."""
 

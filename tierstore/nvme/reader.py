@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
 from typing import NamedTuple
@@ -121,6 +121,36 @@ class RecordReader:
         """
         head, fetched = self._settled(key, fetched, out, scratch)
         decoders.fill(head, fetched.payload, out)
+
+    def read_run(
+        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+    ) -> list[bool]:
+        """Read and verify pages whose records lie next to each other.
+
+        Return which pages are now in ``outs``, each with every byte verified. The other pages must be read with
+        ``fetch`` and ``check``, which also report why a page cannot be read. The contents of their ``outs`` are
+        undefined.
+
+        Args:
+            heads: For each page, aligned scratch memory of BLOCK bytes.
+        """
+        if self._held is not None:
+            return [False] * len(keys)
+        try:
+            found = self._payload.fetch_run(keys, outs, heads)
+        except lmdb.Error:
+            return [False] * len(keys)
+        return [
+            fetched is not None and self._is_intact(key, fetched, head)
+            for key, fetched, head in zip(keys, found, heads, strict=True)
+        ]
+
+    def _is_intact(self, key: PageKey, fetched: Fetched, head: NDArray[np.uint8]) -> bool:
+        """Return whether a record is intact and contains the page unencoded."""
+        try:
+            return self._verified(key, fetched, head).codec is record_format.Codec.NONE
+        except IntegrityError:
+            return False
 
     def record(
         self, key: PageKey, out: NDArray[np.uint8], scratch: NDArray[np.uint8]
@@ -270,18 +300,22 @@ _log = logging.getLogger("tierstore.nvme.readers")
 _pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with single pages
 
 _WORTH_CHECKING_APART = 512 << 10  # bytes; handing over a smaller page takes as long as verifying it
+_RUN_NBYTES = 1 << 20  # size of the pages that one call reads, if their records lie next to each other
+_LEAST_FOR_RUNS = (
+    32  # transfers with fewer pages are read page by page, so that a read that hangs costs one page
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A page that a thread is reading: page ``index`` of ``job``.
+    """The pages that a thread is reading: the pages ``indexes`` of ``job``.
 
     ``ticket`` is the breaker's permit for the read, ``since`` is the time at which the read started, and ``begun``
     is the result of ``Shares.begin``, which ``Shares.end`` needs.
     """
 
     job: Job
-    index: int
+    indexes: range
     ticket: int
     since: float
     begun: float
@@ -318,6 +352,7 @@ class Readers:
         self._closing = False
         self._posted = False  # whether acks were queued but not announced
         self._told_absent = False
+        self._run_pages = _RUN_NBYTES // page_nbytes if page_nbytes < _WORTH_CHECKING_APART else 1
         # Decoding a page takes ten times as long as verifying it, and up to half the time in which the disk
         # delivers it.
         apart = count if coding.changes else max(1, count // 2)
@@ -387,15 +422,19 @@ class Readers:
     def _run(self) -> None:
         scratch = scratch_for(self._page_nbytes)
         decoders = self._coding.decoders()
+        heads = aligned(self._run_pages * BLOCK).reshape(-1, BLOCK)
         read = self._wait()
         while read is not None:
+            if len(read.indexes) > 1:
+                read = self._next(read, self._read_run(read, heads, scratch, decoders)) or self._wait()
+                continue
             fetched = self._fetch(read, scratch)
             if isinstance(fetched, Failure):
-                read = self._next(read, fetched) or self._wait()
+                read = self._next(read, [fetched]) or self._wait()
                 continue
             spare = self._checkers.offer(partial(self._check_apart, read, fetched, scratch), scratch)
             if spare is None:
-                read = self._next(read, self._check(read, fetched, scratch, decoders)) or self._wait()
+                read = self._next(read, [self._check(read, fetched, scratch, decoders)]) or self._wait()
             else:
                 scratch, read = spare, self._wait()
 
@@ -405,15 +444,15 @@ class Readers:
         """Verify a page on a thread other than the one that fetched it, and record the result."""
         outcome = self._check(read, fetched, scratch, decoders)
         with self._changed:
-            self._ended(read, outcome, time.monotonic())
+            self._ended(read, [outcome], time.monotonic())
             posted = self._take_posted()
         self._told_of(posted=posted)
 
-    def _next(self, read: _Read, outcome: Outcome) -> _Read | None:
+    def _next(self, read: _Read, outcomes: Sequence[Outcome]) -> _Read | None:
         """Record the result of a read and return the next read, if any. The lock is taken only once."""
         now = time.monotonic()
         with self._changed:
-            self._ended(read, outcome, now)
+            self._ended(read, outcomes, now)
             following = self._take(now)
             posted = self._take_posted()
         self._told_of(posted=posted)
@@ -437,8 +476,29 @@ class Readers:
             if read is not None or closing:
                 return read
 
+    def _read_run(
+        self, read: _Read, heads: NDArray[np.uint8], scratch: NDArray[np.uint8], decoders: Decoders
+    ) -> list[Outcome]:
+        """Read several pages, with few calls if their records lie next to each other."""
+        pages = slice(read.indexes.start, read.indexes.stop)
+        keys, outs = read.job.transfer.keys[pages], read.job.pages[pages]
+        arrived = self._reader.read_run(keys, outs, [*heads[: len(keys)]])
+        outcomes: list[Outcome] = []
+        for index, out, there in zip(read.indexes, outs, arrived, strict=True):
+            if there:
+                outcomes.append(out.nbytes)
+                continue
+            one = replace(read, indexes=range(index, index + 1))
+            fetched = self._fetch(one, scratch)
+            if isinstance(fetched, Failure):
+                outcomes.append(fetched)
+            else:
+                outcomes.append(self._check(one, fetched, scratch, decoders))
+        return outcomes
+
     def _fetch(self, read: _Read, scratch: NDArray[np.uint8]) -> Fetched | Failure:
-        key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
+        index = read.indexes.start
+        key, out = read.job.transfer.keys[index], read.job.pages[index]
         fetched: list[Fetched] = []
         failure = self._guarded(key, lambda: fetched.append(self._reader.fetch(key, out, scratch)))
         return fetched[0] if failure is None else failure
@@ -446,7 +506,8 @@ class Readers:
     def _check(
         self, read: _Read, fetched: Fetched, scratch: NDArray[np.uint8], decoders: Decoders
     ) -> Outcome:
-        key, out = read.job.transfer.keys[read.index], read.job.pages[read.index]
+        index = read.indexes.start
+        key, out = read.job.transfer.keys[index], read.job.pages[index]
         failure = self._guarded(key, lambda: self._reader.check(key, fetched, out, scratch, decoders))
         return out.nbytes if failure is None else failure
 
@@ -494,7 +555,7 @@ class Readers:
     # -- with the lock held -------------------------------------------------------------------------------------
 
     def _take(self, now: float) -> _Read | None:
-        """Return the next page to read. If the breaker admits no read, fail all queued pages and return None."""
+        """Return the next pages to read. If the breaker admits no read, fail all queued pages and return None."""
         if not self._jobs:
             return None
         ticket = self._breaker.admit(now)
@@ -502,37 +563,41 @@ class Readers:
             self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
-        read = _Read(job, job.next, ticket, now, self._shares.begin(now))
-        job.next += 1
+        left = len(job.pages) - job.next
+        most = min(self._run_pages, left // (2 * self._count)) if left >= _LEAST_FOR_RUNS else 1
+        indexes = range(job.next, job.next + max(1, most))
+        read = _Read(job, indexes, ticket, now, self._shares.begin(now))
+        job.next = indexes.stop
         if job.next == len(job.pages):
             self._jobs.popleft()
         self._reading.add(read)
         return read
 
-    def _ended(self, read: _Read, outcome: Outcome, now: float) -> None:
+    def _ended(self, read: _Read, outcomes: Sequence[Outcome], now: float) -> None:
         self._reading.remove(read)
-        if outcome in (
-            Failure.NOT_FOUND,
-            Failure.UNAVAILABLE,
+        if all(
+            outcome in (Failure.NOT_FOUND, Failure.UNAVAILABLE) for outcome in outcomes
         ):  # the catalogue answered, perhaps from memory
             self._breaker.gave_up(read.ticket, now)
-        elif outcome is not Failure.IO_ERROR:
+        elif Failure.IO_ERROR not in outcomes:
             self._breaker.succeeded(read.ticket, now)
         elif not read.late:
             self._breaker.failed(read.ticket, now)
         self._num_late -= read.late
         if not read.late:
             read.job.spent(self._shares.end(read.begun, now))
-        if read.job.done(read.index, outcome):
+        due = [read.job.done(index, outcome) for index, outcome in zip(read.indexes, outcomes, strict=True)]
+        if any(due):
             self._post(read.job)
 
     def _late(self, read: _Read, now: float) -> None:
         read.late = True
         self._num_late += 1
-        self._outbox.count("read_late")
+        self._outbox.count("read_late", len(read.indexes))
         self._breaker.hung(read.ticket, now)
         read.job.spent(self._shares.end(read.begun, now))
-        if read.job.late(read.index):
+        due = [read.job.late(index) for index in read.indexes]
+        if any(due):
             self._post(read.job)
 
     def _refuse(self, failure: Failure) -> None:

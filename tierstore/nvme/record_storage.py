@@ -152,6 +152,16 @@ class RecordBytes(Protocol):
         """
         ...
 
+    def fetch_run(
+        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+    ) -> list[Fetched | None]:
+        """Read records that lie next to each other, unencoded, with few calls.
+
+        The heads are read into the blocks ``heads``, and the payloads into ``outs``. Returns None for each record that
+        was not read in this way; ``fetch`` must then read it, or report why it cannot be read. Raises lmdb.Error.
+        """
+        ...
+
     def close(self) -> None:
         """Close the files that the records are read from."""
         ...
