@@ -37,7 +37,7 @@ def package(tmp_path: Path) -> Path:
     write(package, FACTORY, f"class StorageBackendFactory:\n    {create}")
     write(package, CONTROLLER, "extra_config.get('interface_v1', 0)")
     write(package, "srt/observability/metrics_collector.py", "class StorageMetrics: ...")
-    write(package, "srt/runtime_context.py", "def get_server_args(): ...")
+    write(package, "srt/runtime_context.py", "def get_server_args(): ...\ndef get_parallel(): ...")
     return package
 
 

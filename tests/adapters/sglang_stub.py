@@ -63,6 +63,9 @@ class HiCacheStorage:
 ARGS = SimpleNamespace(model_path="org/name", revision=None, kv_cache_dtype="auto", dtype="auto")
 
 
+PARALLEL = SimpleNamespace(dp_rank=None)
+
+
 @contextmanager
 def stubbed() -> Iterator[ModuleType]:
     """Yield the module ``tierstore.adapters.sglang``, imported with the stand-ins instead of SGLang."""
@@ -77,6 +80,7 @@ def stubbed() -> Iterator[ModuleType]:
         for each in classes:
             setattr(stubs[name], each.__name__, each)
     stubs["sglang.srt.runtime_context"].get_server_args = lambda: ARGS  # type: ignore[attr-defined]
+    stubs["sglang.srt.runtime_context"].get_parallel = lambda: PARALLEL  # type: ignore[attr-defined]
     sys.modules.update(stubs)
     try:
         yield importlib.import_module("tierstore.adapters.sglang")
@@ -138,7 +142,8 @@ class StatePool:
     dtype = torch.float32
     size = 32
 
-    def __init__(self) -> None:
+    def __init__(self, temporal_dtype: torch.dtype = torch.bfloat16) -> None:
+        self.temporal_dtype = temporal_dtype
         self.states = torch.zeros((self.size, 1000))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> None:

@@ -19,8 +19,10 @@ import torch
 from prometheus_client import REGISTRY
 
 from tests.adapters.sglang_stub import (
+    ARGS,
     CAPACITY,
     PAGE_SIZE,
+    PARALLEL,
     AnchorPool,
     HeadPool,
     LatentPool,
@@ -39,7 +41,7 @@ from tests.adapters.sglang_stub import (
 from tests.nvme.rig import change, on_disk
 from tests.nvme.watch import Calls
 from tests.support.lanes import some
-from tests.support.sick_disk import Hanging, replace_preadv
+from tests.support.sick_disk import Failing, Hanging, replace_preadv
 from tests.support.waiting import wait_for
 from tierstore.errors import ConfigError, StoreClosed
 from tierstore.nvme import extents
@@ -470,6 +472,111 @@ def test_a_full_disk_refuses_pages_and_keeps_the_others(
         assert storage.check() == []
         monkeypatch.setattr(extents, "os", os)
         wait_for(lambda: all(storage.batch_set_v1(keys(range(14, 15)), tokens(pool, [0]))))
+
+
+def test_a_disk_that_has_failed_is_used_again(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool, nvme={"payload": "extents"}) as storage:
+        write(storage, pool, range(20))
+        replace_preadv(monkeypatch, Failing())
+        for page in range(8):
+            storage.batch_get_v1(keys(range(page, page + 1)), tokens(pool, [page]))
+        assert storage.batch_exists(keys(range(10, 20))) == 0
+        replace_preadv(monkeypatch, None)
+        wait_for(lambda: storage.batch_exists(keys(range(10, 20))) == 10)
+        assert read(storage, pool, range(10, 20)) == [True] * 10
+
+
+def test_pages_of_all_pools_share_one_timeout(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = {"kv": HeadPool(), "swa": HeadPool(), "indexer": HeadPool()}
+    nvme = {"payload": "extents", "timeout": 1.0, "readers": 1}
+    with opened(module, tmp_path, pools["kv"], pools=pools, nvme=nvme) as storage:
+        transfers = [PoolTransfer(name, tokens(pool, [0]), [key(0)]) for name, pool in pools.items()]  # type: ignore[arg-type]
+        assert all(storage.batch_set_v2(transfers).values())
+        assert storage.flush(60.0)
+        disk, deadlines, original = Hanging(3), [], storage._deadline
+
+        def deadline() -> float:
+            deadlines.append(original())
+            return float(deadlines[-1])
+
+        monkeypatch.setattr(storage, "_deadline", deadline)
+        replace_preadv(monkeypatch, disk)
+        assert storage.batch_get_v2(transfers) == {name: [False] for name in pools}
+        assert len(deadlines) == 1
+        disk.go_on.set()
+
+
+def test_a_call_that_began_before_a_clear_stores_nothing(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+
+    with opened(module, tmp_path, pool) as storage:
+        disk = storage._opened()["kv"]
+        cleared: list[int] = []
+
+        def copy(page: int, row: Any) -> None:
+            if not cleared:
+                cleared.append(page)
+                storage.clear()
+
+        far = module.time.monotonic() + 60.0
+        assert disk.put([b"x" * 36, b"y" * 36], copy, far) == [False, False]
+        assert disk.exist([b"x" * 36, b"y" * 36]) == [False, False]
+        assert storage.check() == []
+
+
+def test_a_call_on_a_pool_that_closes_gets_misses(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with opened(module, tmp_path, pool) as storage:
+        write(storage, pool, range(2))
+        disk = storage._opened()["kv"]
+        far = module.time.monotonic() + 60.0
+        assert disk.put([b"x" * 36], lambda page, row: disk.close(30.0), far) == [False]
+        assert disk.get([bytes.fromhex(key(0)) + bytes(4)], lambda page, row: None, far) == [False]
+        assert disk.put([b"y" * 36], lambda page, row: None, far) == [False]
+        assert disk.flush(far)
+        assert disk._memory.nbytes == 0  # the staging memory is free although somebody still holds the pool
+
+
+@pytest.mark.parametrize("change", ["states", "config", "adapter", "replica"])
+def test_hidden_changes_of_the_model_are_noticed(
+    module: ModuleType, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapter, home = tmp_path / "model", tmp_path / "adapter", tmp_path / "home"
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(bytes(100))
+    monkeypatch.setattr(ARGS, "model_path", str(model))
+    monkeypatch.setattr(ARGS, "lora_paths", [f"name={adapter}"], raising=False)
+
+    def found(states: StatePool) -> list[bool]:
+        with opened(module, home, pools={PoolName.MAMBA: states}) as storage:
+            asked = PoolTransfer(PoolName.MAMBA, torch.tensor([0]), [key(0)])
+            held: list[bool] = storage.batch_get_v2([asked])[PoolName.MAMBA]
+            assert storage.batch_set_v2([asked])[PoolName.MAMBA] == [True]
+            assert storage.flush(60.0)
+            return held
+
+    assert found(StatePool()) == [False]
+    assert found(StatePool()) == [True]
+    if change == "config":
+        (model / "config.json").write_text('{"rope_scaling": {"type": "yarn"}}')
+    elif change == "adapter":
+        (adapter / "adapter_model.safetensors").write_bytes(bytes(99) + b"1")
+    elif change == "replica":
+        monkeypatch.setattr(PARALLEL, "dp_rank", 1)  # as with --dp-size 2 without data-parallel attention
+    assert found(StatePool(torch.float16 if change == "states" else torch.bfloat16)) == [False]
+
+
+def test_sglangs_own_keys_in_the_extra_configuration_are_accepted(module: ModuleType, tmp_path: Path) -> None:
+    with opened(module, tmp_path, extra={"file_storage_path": "/tmp/other", "allocator": "shm"}) as storage:
+        assert storage.batch_exists(keys(range(1))) == 0
 
 
 WRITER = """

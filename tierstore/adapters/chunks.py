@@ -221,13 +221,16 @@ class Chunks:
         The figures are ``chunks`` and ``used_nbytes`` (number and size of the records on disk), ``under_way``
         (jobs in flight), ``evicted`` (chunks evicted so far) and ``no_room`` (chunks skipped for lack of space).
         """
+        return {**self._tier.stats(), **self.figures()}
+
+    def figures(self) -> dict[str, int]:
+        """Return the figures of this object, without those of the tier. Does not access the disk."""
         mine = {"chunks": len(self._held), "used_nbytes": self._used, "under_way": len(self._jobs)}
-        return {
-            **self._tier.stats(),
-            **mine,
-            "evicted": self._counts["evicted"],
-            "no_room": self._counts["no_room"],
-        }
+        return {**mine, "evicted": self._counts["evicted"], "no_room": self._counts["no_room"]}
+
+    def newest(self) -> bytes | None:
+        """Return the key of the most recently used chunk on disk, or None if there is none. O(1)."""
+        return next(reversed(self._held), None)
 
     def _is_held(self, key: PageKey) -> bool:
         return key in self._held

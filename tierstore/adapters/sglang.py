@@ -21,10 +21,11 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -41,38 +42,66 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tierstore.adapters.chunks import Chunks, FollowedChunks, nvme_section
-from tierstore.adapters.vllm.keys import weights_digest
+from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme.direct_io import padded
 from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import buffer
+from tierstore.threads import Worker
 
 _log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
 
 _KV = "kv"
 _MAMBA = "mamba"
-_SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
+_SGLANGS = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "file_storage_path",
+)
 _OURS = ("config", "model", "staging")
 _CLOSE_S = 30.0
 _RETRY_S = 1.0
+_PROBE_S = 0.5
 _STAGING_NBYTES = 256 << 20
 _LEAST_ROWS = 8
 _GROUP_NBYTES = 8 << 20
 """Size in bytes of the pages that are copied while the disk reads or writes the next ones."""
 
-_WEIGHTS = ("model_path", "revision", "load_format", "quantization", "json_model_override_args", "dtype")
-_KV_FORMAT = ("kv_cache_dtype", "quantization_param_path")
+_WEIGHTS = (
+    "model_path",
+    "revision",
+    "load_format",
+    "model_impl",
+    "quantization",
+    "quantization_param_path",
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "kt_weight_path",
+    "kt_method",
+    "decrypted_config_file",
+    "remote_instance_weight_loader_backend",
+    "remote_instance_weight_loader_seed_instance_ip",
+    "json_model_override_args",
+    "dtype",
+    "kv_cache_dtype",
+)
 _DRAFT = (
     "speculative_algorithm",
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
+    "decrypted_draft_config_file",
 )
+_CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "*.py")
 _GEOMETRY = (
     "layout",
     "page_size",
@@ -203,7 +232,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             keys: SGLang's hashes of the pages.
             host_indices: Token indices in the host pool, int64 ``[len(keys) * page_size]``.
         """
-        return self._read(_KV, keys, host_indices)
+        return self._read(_KV, keys, host_indices, self._deadline())
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Copy pages out of SGLang's host memory and queue them to be written. For the arguments, see ``batch_get_v1``.
@@ -211,7 +240,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         Returns:
             Which pages are on disk or queued. A queued page may still be lost, for example if the disk is full.
         """
-        return self._write(_KV, keys, host_indices)
+        return self._write(_KV, keys, host_indices, self._deadline())
 
     def exists(self, key: str) -> bool:
         """Return whether the page is on disk."""
@@ -234,7 +263,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         memory = _Tensors(targets)
         if pool.is_logical or not memory.have(pool.host.nbytes):
             return [None] * len(keys)
-        found = self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill))
+        deadline = self._deadline()
+        found = self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill, deadline))
         return [target if arrived else None for target, arrived in zip(targets, found, strict=True)]
 
     def set(
@@ -257,7 +287,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         memory = _Tensors(values)
         if pool.is_logical or not memory.have(pool.host.nbytes):
             return pool.is_logical
-        return all(self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read)))
+        deadline = self._deadline()
+        return all(self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read, deadline)))
 
     # -- pages of all pools --------------------------------------------------------------------------------
 
@@ -294,14 +325,18 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Read pages of several pools into SGLang's host memory. Return which pages arrived, for every pool."""
+        deadline = self._deadline()
         return {
-            each.name: self._read(_name(each.name), each.keys or [], each.host_indices) for each in transfers
+            each.name: self._read(_name(each.name), each.keys or [], each.host_indices, deadline)
+            for each in transfers
         }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Queue pages of several pools to be written. Return which are on disk or queued, for every pool."""
+        deadline = self._deadline()
         return {
-            each.name: self._write(_name(each.name), each.keys or [], each.host_indices) for each in transfers
+            each.name: self._write(_name(each.name), each.keys or [], each.host_indices, deadline)
+            for each in transfers
         }
 
     # -- upkeep --------------------------------------------------------------------------------------------
@@ -320,9 +355,9 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Return SGLang's ``StorageMetrics`` since the last call, and update TierStore's own Prometheus metrics."""
-        rank = f"dp{self._config.dp_rank}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
-        for name, figures in self.tier_stats().items():
-            _prometheus().update(name, rank, figures)
+        rank = f"dp{_replica(self._config)}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
+        for name, pool in self._opened().items():
+            _prometheus().update(name, rank, pool.figures())
         pages, rates = self._metrics.take("read"), self._metrics.take("write")
         return StorageMetrics(
             prefetch_pgs=[each.pages for each in pages],
@@ -391,10 +426,10 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _open_pool(self, name: str, host: _Host, capacity: int, shared: bool) -> _Pool:
         writer = not shared or self._config.is_storage_writer
         if host.nbytes == 0:
-            return _Pool(host, None, writer, self._nvme.timeout, self._staging)
+            return _Pool(host, None, writer, self._staging)
         described = self._describe(name, host)
         rank = 0 if shared else self._config.tp_rank
-        place = self._config.dp_rank * self._config.pp_size + self._config.pp_rank
+        place = _replica(self._config) * self._config.pp_size + self._config.pp_rank
         place = place * self._config.attn_cp_size + self._config.attn_cp_rank
 
         where: dict[str, Any] = {
@@ -418,7 +453,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
                 **where,
             )
 
-        return _Pool(host, open_tier, writer, self._nvme.timeout, self._staging)
+        return _Pool(host, open_tier, writer, self._staging)
 
     def _is_shared(self, name: str, host: _Host) -> bool:
         """Return whether all tensor parallel ranks have the same pages in this pool, so that one rank writes them.
@@ -431,11 +466,10 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _describe(self, name: str, host: _Host) -> dict[str, object]:
         """Return everything that determines what the bytes of a page mean, as values that JSON can represent."""
         args = _server_args()
-        folder = Path(str(getattr(args, "model_path", "") or ""))
-        names = (*_WEIGHTS, *_KV_FORMAT, *(_DRAFT if "draft" in name else ()))
-        weights = {each: _plain(getattr(args, each, None)) for each in names}
+        weights = {each: _plain(getattr(args, each, None)) for each in _WEIGHTS}
         if self._model is not None:
             weights.pop("model_path"), weights.pop("revision")
+        draft = {each: _plain(getattr(args, each, None)) for each in _DRAFT}
         config = self._config
         spread = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "tp_lcm_size", "should_split_heads")
         return {
@@ -443,16 +477,26 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             "pool": name,
             "model": config.model_name if self._model is None else self._model,
             "weights": weights,
-            "digest": weights_digest(folder) if self._model is None and folder.is_dir() else "",
-            "dtype": str(host.pool.dtype),
+            "digest": _model_digest(args, "model_path", "revision") if self._model is None else "",
+            "draft": draft,
+            "draft_digest": _model_digest(
+                args, "speculative_draft_model_path", "speculative_draft_model_revision"
+            ),
+            "adapters": adapters_digest(_adapters(getattr(args, "lora_paths", None))),
             "class": type(host.pool).__name__,
             "geometry": {each: _plain(getattr(host.pool, each, None)) for each in _GEOMETRY},
+            "dtypes": _dtypes(host.pool),
             "parts": [*host.parts] if self._zero_copy or name != _KV else "flat",
             "page_nbytes": host.nbytes,
             "parallel": {each: _plain(getattr(config, each)) for each in spread},
         }
 
-    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def _deadline(self) -> float:
+        return time.monotonic() + self._nvme.timeout
+
+    def _read(
+        self, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
+    ) -> list[bool]:
         pool = self._pool(name)
         places = None if pool is None else pool.host.places(indices, len(keys))
         if pool is None or places is None:
@@ -460,9 +504,11 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         if pool.is_logical:
             return [True] * len(keys)
         memory = pool.host.memory(places)
-        return self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill))
+        return self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill, deadline))
 
-    def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+    def _write(
+        self, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
+    ) -> list[bool]:
         pool = self._pool(name)
         places = None if pool is None else pool.host.places(indices, len(keys))
         if pool is None or places is None:
@@ -472,7 +518,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not pool.is_writer:
             return pool.exist(_page_keys(keys))
         memory = pool.host.memory(places)
-        return self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read))
+        return self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read, deadline))
 
     def _timed(self, pool: _Pool, what: str, act: Callable[[], list[bool]]) -> list[bool]:
         began = time.perf_counter()
@@ -638,7 +684,6 @@ class _Pool:
         host: _Host,
         open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
         is_writer: bool,
-        timeout_s: float,
         staging_nbytes: int,
     ) -> None:
         """Open the tier. ``open_tier`` is None for a pool without pages.
@@ -648,7 +693,6 @@ class _Pool:
         """
         self.host = host
         self.is_writer = is_writer
-        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._jobs = count(1)
         self._arrived: dict[int, frozenset[bytes]] = {}
@@ -656,9 +700,14 @@ class _Pool:
         self._waiting: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._chunks: Chunks | None = None
+        self._memory = np.empty((0, 0), dtype=np.uint8)
         self._tier: NvmeTier | Follower | None = None
         self._open_tier = open_tier
-        self._tried = -_RETRY_S
+        self._opening: Worker | None = None
+        self._tried = self._probed = -math.inf
+        self._closed = False
+        self._cleared = 0
+        """How many times the pages were removed. A call that began before the last time moves no more pages."""
         if open_tier is None:
             return
         row_nbytes = padded(host.nbytes)
@@ -666,8 +715,10 @@ class _Pool:
         self._memory = buffer(rows * row_nbytes).reshape(rows, row_nbytes)
         self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
         self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
-        with self._changed:
-            self._open()
+        if is_writer:
+            self._take_over(open_tier(self._wake))
+        else:
+            self._begin_opening()
 
     @property
     def is_logical(self) -> bool:
@@ -677,53 +728,54 @@ class _Pool:
     @property
     def num_pages(self) -> int:
         """Number of pages on disk."""
-        return 0 if self._chunks is None else int(str(self._chunks.stats()["chunks"]))
+        return 0 if self._chunks is None else self._chunks.figures()["chunks"]
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which pages are on disk or being written. Does not access the disk."""
+        """Return which pages are on disk or being written. Does not wait for the disk."""
         with self._changed:
-            self._open()
+            if not self._works(keys):
+                return [False] * len(keys)
             return [self._has(key) for key in keys]
 
-    def get(self, keys: Sequence[bytes], copy: _Copy) -> list[bool]:
+    def get(self, keys: Sequence[bytes], copy: _Copy, deadline: float) -> list[bool]:
         """Read pages, and call ``copy(index, row)`` for each page that arrived, on the calling thread.
 
-        The disk reads the next pages while ``copy`` runs. Takes at most ``timeout_s`` seconds, not counting copies.
+        The disk reads the next pages while ``copy`` runs. Does not wait after ``deadline`` (time.monotonic()).
         """
         found = [False] * len(keys)
+        wanted: list[int] = []
         with self._changed:
-            self._open()
-        chunks = self._chunks
-        if chunks is None:
-            self._count({"miss": len(keys)})
-            return found
-        deadline = time.monotonic() + self._timeout_s
-        with self._changed:
-            self._wait(lambda: not any(map(chunks.writes, keys)), deadline)
-            wanted = [index for index, key in enumerate(keys) if chunks.holds(key)]
-            chunks.used([keys[index] for index in wanted])
+            chunks, memory, began = self._chunks, self._memory, self._cleared
+            if chunks is not None and self._works(keys):
+                self._wait(lambda: not any(map(chunks.writes, keys)), deadline)
+                wanted = [index for index, key in enumerate(keys) if chunks.holds(key)]
+                chunks.used([keys[index] for index in wanted])
         ahead: deque[tuple[int, list[int], list[int]]] = deque()
         begun = 0
         try:
             while begun < len(wanted) or ahead:
                 with self._changed:
-                    while begun < len(wanted) and (
-                        rows := self._loading.take(min(self._group, len(wanted) - begun))
+                    while (
+                        begun < len(wanted)
+                        and not self._closed
+                        and (rows := self._loading.take(min(self._group, len(wanted) - begun)))
                     ):
                         places = wanted[begun : begun + len(rows)]
                         ahead.append((self._load([keys[place] for place in places], rows), places, rows))
                         begun += len(rows)
                     if not ahead:  # other calls use all rows
-                        if self._wait(lambda: bool(self._loading.free), deadline):
+                        if not self._closed and self._wait(lambda: bool(self._loading.free), deadline):
                             continue
                         break
                     job, places, rows = ahead[0]
                     if not self._wait(lambda job=job: job in self._arrived, deadline):  # type: ignore[misc]
                         break
                     arrived = self._arrived[job]
+                    if self._cleared != began:
+                        break
                 for place, row in zip(places, rows, strict=True):
                     if keys[place] in arrived:
-                        copy(place, self._memory[row])
+                        copy(place, memory[row])
                         found[place] = True
                 with self._changed:
                     self._abandon(job)
@@ -732,51 +784,56 @@ class _Pool:
             with self._changed:
                 for job, _, _ in ahead:
                     self._abandon(job)
-        self._count({"timeout": bool(ahead), "hit": sum(found), "miss": len(found) - sum(found)})
+        timeout = bool(ahead) and time.monotonic() >= deadline
+        self._count({"timeout": timeout, "hit": sum(found), "miss": len(found) - sum(found)})
         return found
 
-    def put(self, keys: Sequence[bytes], copy: _Copy) -> list[bool]:
+    def put(self, keys: Sequence[bytes], copy: _Copy, deadline: float) -> list[bool]:
         """Call ``copy(index, row)`` for each page that is not on disk yet, and queue writes of the rows.
 
-        Waits up to ``timeout_s`` seconds for staging buffers. Returns which pages are on disk or being written.
+        Waits for staging buffers until ``deadline`` (time.monotonic()). Returns which pages are on disk or being
+        written.
         """
-        chunks, tier = self._chunks, self._tier
-        if chunks is None or tier is None:
-            return [False] * len(keys)
-        deadline = time.monotonic() + self._timeout_s
         with self._changed:
+            chunks, tier, memory, began = self._chunks, self._tier, self._memory, self._cleared
             wanted = [index for index, key in enumerate(keys) if not self._has(key)]
             wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
         done = 0
-        while done < len(wanted):
+        while chunks is not None and tier is not None and done < len(wanted):
             with self._changed:
-                if tier.state != "ok" or tier.read_only:
+                # If only reads fail ("absent"), writes are still tried.
+                if self._closed or tier.read_only or tier.state == "read_only" or self._cleared != began:
                     break
                 if not self._wait(lambda: bool(self._storing.free), deadline):
                     break
                 rows = self._storing.take(min(self._group, len(wanted) - done))
             places = wanted[done : done + len(rows)]
             done += len(rows)
+            stored = False
             try:
                 for place, row in zip(places, rows, strict=True):
-                    copy(place, self._memory[row])
-            except BaseException:
+                    copy(place, memory[row])
                 with self._changed:
-                    self._storing.free += rows
-                raise
-            with self._changed:
-                job = next(self._jobs)
-                self._storing.busy[job] = rows
-                chunks.store(job, [keys[place] for place in places], rows)
-                self._collect()
-        stored = self.exist(keys)
-        self._count({"stored": sum(stored), "refused": len(stored) - sum(stored)})
-        return stored
+                    if not self._closed and self._cleared == began:
+                        job = next(self._jobs)
+                        self._storing.busy[job] = rows
+                        stored = True
+                        chunks.store(job, [keys[place] for place in places], rows)
+                        self._collect()
+            finally:
+                if not stored:
+                    with self._changed:
+                        self._storing.free += rows
+        with self._changed:
+            kept = [self._cleared == began and self._has(key) for key in keys]
+        self._count({"stored": sum(kept), "refused": len(kept) - sum(kept)})
+        return kept
 
     def clear(self) -> None:
-        """Remove all pages, including those that are being written."""
+        """Remove all pages, including those that are being copied or written by calls in progress."""
         with self._changed:
-            if self._chunks is not None:
+            self._cleared += 1
+            if self._chunks is not None and not self._closed:
                 self._chunks.clear()
 
     def flush(self, deadline: float) -> bool:
@@ -784,22 +841,42 @@ class _Pool:
         with self._changed:
             return self._chunks is None or self._wait(lambda: not self._storing.busy, deadline)
 
-    def close(self) -> None:
-        """Close the tier. Raises TierStoreError if the disk does not respond in time."""
-        if self._chunks is not None:
-            self._chunks.close(_CLOSE_S)
+    def close(self, timeout_s: float) -> None:
+        """Close the tier and free the staging buffers. Calls in progress get misses.
+
+        Raises TierStoreError if the disk does not respond in time. The staging buffers then stay allocated.
+        """
+        with self._changed:
+            self._closed = True
+            chunks = self._chunks
+            self._changed.notify_all()
+        if chunks is None:
+            return
+        chunks.close(timeout_s)
+        with self._changed:
+            self._collect()
+            self._chunks = self._tier = self._open_tier = None  # part of a cycle of references with the tier
+            self._memory = self._memory[:0].copy()
+
+    def figures(self) -> dict[str, object]:
+        """Return counters, the number and size of pages, and the state of the disk. Does not access the disk."""
+        with self._changed:
+            found: dict[str, object] = {f"pages_{name}": self._counts[name] for name in _OUTCOMES}
+            if self._chunks is not None and self._tier is not None:
+                found |= {**self._tier.counters(), "state": self._tier.state, **self._chunks.figures()}
+            return found
 
     def stats(self) -> dict[str, object]:
-        """Return the tier's ``stats`` and further values of this object."""
-        with self._changed:
-            figures = {} if self._chunks is None else self._chunks.stats()
-            return {**figures, **{f"pages_{name}": self._counts[name] for name in _OUTCOMES}}
+        """Return the figures of this object and of the tier, which may access the disk."""
+        found, tier = self.figures(), self._tier
+        return found if tier is None else {**tier.stats(), **found}
 
     def check(self) -> list[str]:
         """Return a description of each broken invariant."""
-        if self._chunks is None:
-            return []
         with self._changed:
+            chunks, tier = self._chunks, self._tier
+            if chunks is None or tier is None or self._closed:
+                return []
             self._collect()
             faults = []
             half = len(self._memory) // 2
@@ -812,29 +889,37 @@ class _Pool:
                     faults.append(
                         f"staging rows {sorted(set(where) - set(used))} are neither free nor in use"
                     )
-            figures = self._chunks.stats()
-            if int(str(figures["used_nbytes"])) > int(str(figures["budget_nbytes"])):
-                faults.append(
-                    f"{figures['used_nbytes']} bytes are in use, more than {figures['budget_nbytes']}"
-                )
+            used_nbytes = chunks.figures()["used_nbytes"]
+            if used_nbytes > tier.budget_nbytes:
+                faults.append(f"{used_nbytes} bytes are in use, more than {tier.budget_nbytes}")
             return faults
 
     # -- with the lock held --------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Open the tier if it is not open. At most one attempt per second."""
-        now = time.monotonic()
-        if self._tier is not None or self._open_tier is None or now - self._tried < _RETRY_S:
-            return
-        self._tried = now
-        self._tier = tier = self._open_tier(self._wake)
-        if tier is not None:
-            kind = Chunks if self.is_writer else FollowedChunks
-            self._chunks = kind(tier, self._memory, threading.Event())
+    def _works(self, keys: Sequence[bytes]) -> bool:
+        """Return whether reads are worth trying, and look after a disk that does not read.
+
+        While the disk hangs or fails reads, all pages count as missing, and one page at a time is read to find out
+        whether the disk has recovered. A directory that its writer had not created is tried again.
+        """
+        chunks, tier, now = self._chunks, self._tier, time.monotonic()
+        if chunks is None or tier is None:
+            if not self.is_writer and not self._closed and now - self._tried >= _RETRY_S:
+                self._begin_opening()
+            return False
+        self._collect()
+        if tier.state != "absent":
+            return True
+        key = chunks.newest() if self.is_writer else next(iter(keys), None)
+        if key is not None and not self._closed and now - self._probed >= _PROBE_S and self._loading.free:
+            self._probed = now
+            job = self._load([key], self._loading.take(1))
+            self._waiting.discard(job)  # nobody waits for it
+        return False
 
     def _has(self, key: bytes) -> bool:
         chunks, tier = self._chunks, self._tier
-        if chunks is None or tier is None:
+        if chunks is None or tier is None or self._closed:
             return False
         return chunks.holds(key) or (tier.state == "ok" and chunks.writes(key))
 
@@ -854,9 +939,11 @@ class _Pool:
             self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait until ``ready()``. Return False at the deadline."""
+        """Wait until ``ready()``. Return False at the deadline, or if the pool is closed first."""
         self._collect()
         while not ready():
+            if self._closed and self._chunks is None:
+                return False
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -881,6 +968,27 @@ class _Pool:
 
     # -- without the lock ----------------------------------------------------------------------------------
 
+    def _begin_opening(self) -> None:
+        """Open the tier on a thread of its own, because the disk may hang."""
+        if self._opening is None or not self._opening.is_alive():
+            self._tried = time.monotonic()
+            self._opening = Worker(self._open, name="tierstore-sglang-open")
+            self._opening.start()
+
+    def _open(self) -> None:
+        assert self._open_tier is not None
+        self._take_over(self._open_tier(self._wake))
+
+    def _take_over(self, tier: NvmeTier | Follower | None) -> None:
+        if tier is None:
+            return
+        kind = Chunks if self.is_writer else FollowedChunks
+        with self._changed:
+            if not self._closed:
+                self._tier, self._chunks = tier, kind(tier, self._memory, threading.Event())
+                return
+        tier.close(_CLOSE_S)
+
     def _wake(self) -> None:
         """Called by the tier's I/O threads, with none of their locks held."""
         with self._changed:
@@ -894,11 +1002,13 @@ class _Pool:
 _OUTCOMES = ("hit", "miss", "stored", "refused", "timeout")
 
 
-def _close(pools: Any) -> None:
+def _close(pools: Iterable[_Pool]) -> None:
+    """Close pools, in 30 s together. Raises TierStoreError if the disk does not respond in time."""
+    deadline = time.monotonic() + _CLOSE_S
     errors = []
     for pool in pools:
         try:
-            pool.close()
+            pool.close(max(0.1, deadline - time.monotonic()))
         except TierStoreError as error:
             errors.append(error)
     if errors:
@@ -964,8 +1074,16 @@ class _Prometheus:
         return now - before if now >= before else now
 
 
-@cache
+_making = threading.Lock()
+
+
 def _prometheus() -> _Prometheus:
+    with _making:  # a second series of the same name would be refused
+        return _made_prometheus()
+
+
+@cache
+def _made_prometheus() -> _Prometheus:
     return _Prometheus()
 
 
@@ -1025,6 +1143,79 @@ def _window_ends(held: Sequence[bool], window: int) -> Iterator[int]:
         run = run + 1 if each else 0
         if run >= min(window, length):
             yield length
+
+
+def _dtypes(pool: Any) -> dict[str, str]:
+    """Return the dtypes of a host pool, and the dtypes and shapes of its states.
+
+    States of different dtypes may have the same size.
+    """
+    found = {each: str(value) for each, value in vars(pool).items() if isinstance(value, torch.dtype)}
+    found["dtype"] = str(pool.dtype)
+    for each in ("conv_state_shapes", "temporal_state_shape"):
+        found[each] = str(getattr(pool, each, None))
+    states = getattr(pool, "slot_state_buffers", ())
+    found["slot_state_buffers"] = str([(str(state.dtype), tuple(state.shape[1:])) for state in states])
+    return found
+
+
+def _model_digest(args: Any, path: str, revision: str) -> str:
+    """Return a digest of a model's weights and configuration files, or "" if they are not on this machine.
+
+    A model of the Hugging Face hub is looked up in the local cache, so a branch that has moved to another commit is
+    noticed.
+    """
+    name = getattr(args, path, None)
+    if not name:
+        return ""
+    folder = Path(str(name)).expanduser()
+    if not folder.is_dir():
+        found = _cached(str(name), getattr(args, revision, None), getattr(args, "download_dir", None))
+        if found is None:
+            return weights_digest(folder) if folder.is_file() else ""
+        folder = found
+    digest = sha256(weights_digest(folder).encode())
+    for file in sorted({each for kind in _CONFIG_FILES for each in folder.glob(kind)}):
+        content = file.read_bytes()
+        digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _cached(name: str, revision: str | None, folder: str | None) -> Path | None:
+    """Return the folder of a hub model in the local cache, or None."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json", cache_dir=folder, revision=revision)
+    except (ImportError, ValueError):  # not the name of a hub model
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _adapters(paths: Any) -> list[Path]:
+    """Return the folders of the LoRA adapters that SGLang loads at the start.
+
+    SGLang's keys identify an adapter by its name and path, not by its weights.
+    """
+    refs = list(paths.values()) if isinstance(paths, dict) else list(paths or ())
+    names = [
+        ref.get("lora_path") if isinstance(ref, dict) else getattr(ref, "lora_path", None) or ref
+        for ref in refs
+    ]
+    folders = [Path(str(name).rpartition("=")[2]).expanduser() for name in names]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _replica(config: Any) -> int:
+    """Return the number of the data-parallel replica.
+
+    Without data-parallel attention, SGLang 0.5.23 sets ``config.dp_rank`` to 0 in every replica.
+    """
+    try:
+        found = config.dp_rank or get_parallel().dp_rank
+    except (AttributeError, RuntimeError, ValueError):
+        return 0
+    return found if isinstance(found, int) else 0
 
 
 def _server_args() -> Any:

@@ -45,6 +45,7 @@ _CONFIG = {
 _NEEDED = {
     "StorageMetrics": "srt/observability/metrics_collector.py",
     "get_server_args": "srt/runtime_context.py",
+    "get_parallel": "srt/runtime_context.py",
 }
 
 

@@ -64,8 +64,17 @@ class Follower:
         self._num_readers = readers or marker.readers or DEFAULT_READERS
         self._closed = False
         with ExitStack() as undone:
+            # The writer's map is no larger than its capacity. LMDB's default would be too small as soon as the
+            # catalogue grows.
             self._env = Environment(
-                partial(lmdb.open, str(directory), readonly=True, create=False, max_dbs=MAX_DBS)
+                partial(
+                    lmdb.open,
+                    str(directory),
+                    map_size=marker.capacity,
+                    readonly=True,
+                    create=False,
+                    max_dbs=MAX_DBS,
+                )
             )
             undone.callback(self._env.close)
             payload: RecordBytes = InlineBytes(self._env)
@@ -137,10 +146,13 @@ class Follower:
         """State of the disk: "absent" if reads hang or fail, else "ok"."""
         return "absent" if self._readers.absent else "ok"
 
+    def counters(self) -> dict[str, int]:
+        """Return the counters of reads, with the names of ``NvmeTier.counters``."""
+        counts = self._outbox.counts()
+        return {name: counts.get(name, 0) for name in _COUNTERS}
+
     def stats(self) -> dict[str, object]:
         """Return counters and the state, with the names of ``NvmeTier.stats``."""
-        counts = self._outbox.counts()
-        names = ("bytes_read", "read_integrity", "read_io_error", "read_late", "read_not_found")
         return {
             "path": str(self._directory),
             "state": self.state,
@@ -148,7 +160,7 @@ class Follower:
             "budget_nbytes": 0,
             "hung_reads": self._readers.num_late,
             "readers": self._num_readers,
-            **{name: counts.get(name, 0) for name in (*names, "read_unavailable")},
+            **self.counters(),
         }
 
     def close(self, timeout_s: float) -> bool:
@@ -167,6 +179,16 @@ class Follower:
         self._env.close()
         self._closed = True
         return True
+
+
+_COUNTERS = (
+    "bytes_read",
+    "read_integrity",
+    "read_io_error",
+    "read_late",
+    "read_not_found",
+    "read_unavailable",
+)
 
 
 class _GrowingFiles(ExtentFiles):

@@ -564,7 +564,8 @@ class Readers:
             return None
         job = self._jobs[0]
         left = len(job.pages) - job.next
-        most = min(self._run_pages, left // (2 * self._count)) if left >= _LEAST_FOR_RUNS else 1
+        many = len(job.pages) >= _LEAST_FOR_RUNS
+        most = min(self._run_pages, left // (2 * self._count)) if many else 1
         indexes = range(job.next, job.next + max(1, most))
         read = _Read(job, indexes, ticket, now, self._shares.begin(now))
         job.next = indexes.stop

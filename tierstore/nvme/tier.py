@@ -379,6 +379,12 @@ class NvmeTier:
             return "absent"
         return "read_only" if self._writer.read_only else "ok"
 
+    def counters(self) -> dict[str, int]:
+        """Return the counters of ``stats``, without access to the disk."""
+        self._guard()
+        counts = self._outbox.counts()
+        return {name: counts.get(name, 0) for name in _COUNTERS}
+
     def stats(self) -> dict[str, object]:
         """Return sizes, counters and state, for people and metrics.
 
@@ -386,7 +392,6 @@ class NvmeTier:
         open, its size is 0.
         """
         self._guard()
-        counts = self._outbox.counts()
         hangs = self._readers.num_late > 0 or self._writer.stalled
         if not hangs:
             with suppress(OSError):  # for example, if no file descriptor is left: keep the last value
@@ -408,7 +413,7 @@ class NvmeTier:
             "o_direct": self._direct,
             "readers": self._num_readers,
             "others": [] if hangs else directory_layout.others(self._directory),
-            **{name: counts.get(name, 0) for name in _COUNTERS},
+            **self.counters(),
         }
 
     def _guard(self) -> None:

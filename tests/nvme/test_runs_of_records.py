@@ -1,0 +1,115 @@
+"""Test that large transfers of small pages read adjacent records together, and report each page by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.nvme.rig import PAGE, PATIENCE_S, Rig, change, find, key, page
+from tests.support.sick_disk import Hanging, hold_clock, time_is_up
+from tierstore.nvme.direct_io import aligned
+from tierstore.types import Failure
+
+PAGES = 64
+Replace = Callable[..., None]
+
+
+class Counting:
+    """A replacement for ``preadv`` that records how many buffers each call fills. Long calls may fail."""
+
+    def __init__(self, fails_from: int = 1 << 20) -> None:
+        self.sizes: list[int] = []
+        self._fails_from = fails_from
+
+    def __call__(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.sizes.append(len(buffers))
+        if len(buffers) >= self._fails_from:
+            raise OSError(errno.EIO, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "home", payload="extents")
+    hold_clock(rig.tier)
+    assert rig.write(range(PAGES)).ok
+    yield rig
+    rig.close()
+
+
+def submit_read(rig: Rig, numbers: Sequence[int]) -> tuple[int, list[NDArray[np.uint8]]]:
+    """Queue a read into memory for direct I/O, as of staging buffers. Only such memory is filled by the run."""
+    transfer = rig.transfer([key(number) for number in numbers])
+    out = [*aligned(len(numbers) * PAGE).reshape(len(numbers), PAGE)]
+    rig.tier.submit_read(transfer, out)
+    return transfer.id, out
+
+
+def read(rig: Rig, numbers: Sequence[int]) -> dict[int, Failure]:
+    """Read pages in one transfer, check the bytes of those that arrived, and return the failures of the others."""
+    transfer, out = submit_read(rig, numbers)
+    ack = rig.ack(transfer)
+    failures = {numbers[place]: failure for place, failure in ack.failures}
+    for number, found in zip(numbers, out, strict=True):
+        assert number in failures or (found == page(number)).all()
+    assert ack.num_ready == len(numbers) - len(failures)
+    return failures
+
+
+def test_adjacent_records_are_read_with_one_call(rig: Rig, calls: Replace) -> None:
+    disk = Counting()
+    calls(preadv=disk)
+    assert read(rig, range(PAGES)) == {}
+    assert sum(disk.sizes) == 2 * PAGES
+    assert len(disk.sizes) < PAGES // 2
+
+
+def test_few_pages_are_read_page_by_page(rig: Rig, calls: Replace) -> None:
+    disk = Counting()
+    calls(preadv=disk)
+    assert read(rig, range(20)) == {}
+    assert disk.sizes == [2] * 20
+
+
+def test_pages_in_any_order_and_missing_ones_are_told_apart(rig: Rig) -> None:
+    numbers = [*range(PAGES, 0, -1), *range(100, 110), 0]
+    assert read(rig, numbers[1:]) == dict.fromkeys(range(100, 110), Failure.NOT_FOUND)
+
+
+def test_a_damaged_page_fails_alone(rig: Rig, calls: Replace) -> None:
+    path, at = find(rig.home, page(30).tobytes())
+    change(path, at + 5, bytes([int(page(30)[5]) ^ 1]))
+    disk = Counting()
+    calls(preadv=disk)
+    assert read(rig, range(PAGES)) == {30: Failure.INTEGRITY}
+    assert max(disk.sizes) > 2
+
+
+def test_pages_of_a_run_that_fails_are_read_one_by_one(rig: Rig, calls: Replace) -> None:
+    disk = Counting(fails_from=4)
+    calls(preadv=disk)
+    assert read(rig, range(PAGES)) == {}
+    assert disk.sizes.count(2) == PAGES
+
+
+def test_a_run_that_hangs_is_late_and_arrives_later(rig: Rig, calls: Replace) -> None:
+    disk = Hanging(1)
+    calls(preadv=disk)
+    transfer, out = submit_read(rig, range(PAGES))
+    disk.wait(1)
+    time_is_up(rig.tier, reads=1)
+    first = rig.ack(transfer)
+    assert 1 < len(first.late) < PAGES // 2
+    assert first.num_ready == PAGES - len(first.late)
+    disk.go_on.set()
+    second = rig.ack(transfer)
+    assert second.num_ready == len(first.late)
+    for number, found in enumerate(out):
+        assert (found == page(number)).all()
+    assert rig.tier.sync(PATIENCE_S)
