@@ -113,3 +113,18 @@ def test_a_run_that_hangs_is_late_and_arrives_later(rig: Rig, calls: Replace) ->
     for number, found in enumerate(out):
         assert (found == page(number)).all()
     assert rig.tier.sync(PATIENCE_S)
+
+
+def test_each_read_of_a_run_has_the_whole_timeout(rig: Rig, calls: Replace) -> None:
+    numbers = [*range(0, PAGES, 2), *range(1, PAGES, 2)]  # no two records are adjacent
+    readers = rig.tier._readers
+    starts: list[float] = []
+
+    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with readers._changed:
+            starts.extend(read.since for read in readers._reading)
+        return os.preadv(fd, buffers, offset)
+
+    calls(preadv=slow)
+    assert read(rig, numbers) == {}
+    assert len(set(starts)) >= PAGES  # each read began anew

@@ -278,7 +278,11 @@ class ExtentBytes:
         raise MovedError(f"the record was replaced {TRIES} times while it was being read")
 
     def fetch_run(
-        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+        self,
+        keys: Sequence[PageKey],
+        outs: Sequence[NDArray[np.uint8]],
+        heads: Sequence[NDArray[np.uint8]],
+        began: Callable[[], None],
     ) -> list[Fetched | None]:
         raws = self._env.entries(keys)
         places = [_exact(key, raw, out) for key, raw, out in zip(keys, raws, outs, strict=True)]
@@ -287,6 +291,7 @@ class ExtentBytes:
             run = [place for place in places[first:end] if place is not None]
             for place in run:
                 self._slots.pin(place)
+            began()
             try:
                 if not self._files.read_run(run, outs[first:end], heads[first:end]):
                     continue

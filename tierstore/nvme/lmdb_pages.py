@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import lmdb
 import numpy as np
@@ -54,7 +54,11 @@ class InlineBytes:
         return Fetched(payload, raw, entry.generation)
 
     def fetch_run(
-        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+        self,
+        keys: Sequence[PageKey],
+        outs: Sequence[NDArray[np.uint8]],
+        heads: Sequence[NDArray[np.uint8]],
+        began: Callable[[], None],
     ) -> list[Fetched | None]:
         return [None] * len(keys)  # each record is copied out of the map separately
 

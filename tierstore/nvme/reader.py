@@ -123,7 +123,11 @@ class RecordReader:
         decoders.fill(head, fetched.payload, out)
 
     def read_run(
-        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+        self,
+        keys: Sequence[PageKey],
+        outs: Sequence[NDArray[np.uint8]],
+        heads: Sequence[NDArray[np.uint8]],
+        began: Callable[[], None],
     ) -> list[bool]:
         """Read and verify pages whose records lie next to each other.
 
@@ -133,11 +137,12 @@ class RecordReader:
 
         Args:
             heads: For each page, aligned scratch memory of BLOCK bytes.
+            began: Function that is called before each read from the disk.
         """
         if self._held is not None:
             return [False] * len(keys)
         try:
-            found = self._payload.fetch_run(keys, outs, heads)
+            found = self._payload.fetch_run(keys, outs, heads, began)
         except lmdb.Error:
             return [False] * len(keys)
         return [
@@ -301,9 +306,8 @@ _pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with si
 
 _WORTH_CHECKING_APART = 512 << 10  # bytes; handing over a smaller page takes as long as verifying it
 _RUN_NBYTES = 1 << 20  # size of the pages that one call reads, if their records lie next to each other
-_LEAST_FOR_RUNS = (
-    32  # transfers with fewer pages are read page by page, so that a read that hangs costs one page
-)
+_MOST_IN_RUN = 256  # pages; each needs a block of memory for its head
+_LEAST_FOR_RUNS = 32  # pages; if a read of a smaller transfer hangs, only one page waits
 
 
 @dataclass(slots=True, eq=False)
@@ -352,7 +356,8 @@ class Readers:
         self._closing = False
         self._posted = False  # whether acks were queued but not announced
         self._told_absent = False
-        self._run_pages = _RUN_NBYTES // page_nbytes if page_nbytes < _WORTH_CHECKING_APART else 1
+        small = page_nbytes < _WORTH_CHECKING_APART
+        self._run_pages = min(_MOST_IN_RUN, _RUN_NBYTES // page_nbytes) if small else 1
         # Decoding a page takes ten times as long as verifying it, and up to half the time in which the disk
         # delivers it.
         apart = count if coding.changes else max(1, count // 2)
@@ -482,12 +487,17 @@ class Readers:
         """Read several pages, with few calls if their records lie next to each other."""
         pages = slice(read.indexes.start, read.indexes.stop)
         keys, outs = read.job.transfer.keys[pages], read.job.pages[pages]
-        arrived = self._reader.read_run(keys, outs, [*heads[: len(keys)]])
+
+        def began() -> None:
+            read.since = time.monotonic()  # the timeout applies to each read from the disk
+
+        arrived = self._reader.read_run(keys, outs, [*heads[: len(keys)]], began)
         outcomes: list[Outcome] = []
         for index, out, there in zip(read.indexes, outs, arrived, strict=True):
             if there:
                 outcomes.append(out.nbytes)
                 continue
+            began()
             one = replace(read, indexes=range(index, index + 1))
             fetched = self._fetch(one, scratch)
             if isinstance(fetched, Failure):

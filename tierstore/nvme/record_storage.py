@@ -16,7 +16,7 @@ of the map within the transaction that looks it up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import lmdb
@@ -153,12 +153,17 @@ class RecordBytes(Protocol):
         ...
 
     def fetch_run(
-        self, keys: Sequence[PageKey], outs: Sequence[NDArray[np.uint8]], heads: Sequence[NDArray[np.uint8]]
+        self,
+        keys: Sequence[PageKey],
+        outs: Sequence[NDArray[np.uint8]],
+        heads: Sequence[NDArray[np.uint8]],
+        began: Callable[[], None],
     ) -> list[Fetched | None]:
         """Read records that lie next to each other, unencoded, with few calls.
 
         The heads are read into the blocks ``heads``, and the payloads into ``outs``. Returns None for each record that
-        was not read in this way; ``fetch`` must then read it, or report why it cannot be read. Raises lmdb.Error.
+        was not read in this way; ``fetch`` must then read it, or report why it cannot be read. ``began`` is called
+        before each read from the disk. Raises lmdb.Error.
         """
         ...
 
