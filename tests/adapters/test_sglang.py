@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -659,3 +660,22 @@ def test_with_mla_one_rank_writes_and_the_others_read(
         assert reader.clear()  # the writer clears
         assert reader.check() == []
         reader.get_stats()
+
+
+def test_a_follower_notices_that_the_writer_has_begun_with_new_files(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    nvme = {"payload": "extents", "capacity": 1 << 20}
+    pool = LatentPool()
+    with writing_rank(tmp_path, nvme) as store:
+        store(0, 3)
+    with opened(module, tmp_path, pool, nvme=nvme, is_mla_model=True, tp_size=2, tp_rank=1) as reader:
+        wait_for(lambda: reader.batch_get_v1(keys(range(3)), tokens(pool, [0, 1, 2])) == [True] * 3)
+        (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        directory.rename(tmp_path / "aside")  # as a writer does with damaged files
+        shutil.rmtree(tmp_path / "aside")
+        with writing_rank(tmp_path, nvme) as store:
+            store(10, 13)
+            wait_for(lambda: reader.batch_get_v1(keys(range(10, 13)), tokens(pool, [0, 1, 2])) == [True] * 3)
+            assert reader.batch_get_v1(keys(range(1)), tokens(pool, [0])) == [False]
+        assert reader.check() == []

@@ -705,6 +705,8 @@ class _Pool:
         self._open_tier = open_tier
         self._opening: Worker | None = None
         self._tried = self._probed = -math.inf
+        self._missing = 0
+        """Number of reads of a follower that found no page, when its files were last compared with the writer's."""
         self._closed = False
         self._cleared = 0
         """How many times the pages were removed. A call that began before the last time moves no more pages."""
@@ -758,13 +760,15 @@ class _Pool:
                     while (
                         begun < len(wanted)
                         and not self._closed
+                        and self._chunks is chunks
                         and (rows := self._loading.take(min(self._group, len(wanted) - begun)))
                     ):
                         places = wanted[begun : begun + len(rows)]
                         ahead.append((self._load([keys[place] for place in places], rows), places, rows))
                         begun += len(rows)
                     if not ahead:  # other calls use all rows
-                        if not self._closed and self._wait(lambda: bool(self._loading.free), deadline):
+                        usable = not self._closed and self._chunks is chunks
+                        if usable and self._wait(lambda: bool(self._loading.free), deadline):
                             continue
                         break
                     job, places, rows = ahead[0]
@@ -908,6 +912,11 @@ class _Pool:
                 self._begin_opening()
             return False
         self._collect()
+        if isinstance(tier, Follower) and now - self._tried >= _RETRY_S:
+            missing = tier.counters()["read_not_found"]
+            if missing != self._missing:  # the writer may have begun with new files
+                self._missing = missing
+                self._begin_opening()
         if tier.state != "absent":
             return True
         key = chunks.newest() if self.is_writer else next(iter(keys), None)
@@ -953,9 +962,11 @@ class _Pool:
 
     def _collect(self) -> None:
         """Take the results of jobs that have ended, and free the rows that no caller waits for."""
-        if self._chunks is None:
-            return
-        for done in self._chunks.finished():
+        if self._chunks is not None:
+            self._settle(self._chunks)
+
+    def _settle(self, chunks: Chunks) -> None:
+        for done in chunks.finished():
             if not done.is_load:
                 self._storing.free += self._storing.busy.pop(done.job)
             elif done.job in self._waiting:
@@ -963,7 +974,7 @@ class _Pool:
                 self._arrived[done.job] = frozenset(done.arrived)
             else:
                 self._loading.free += self._loading.busy.pop(done.job)
-        self._chunks.removed()
+        chunks.removed()
         self._changed.notify_all()
 
     # -- without the lock ----------------------------------------------------------------------------------
@@ -976,8 +987,22 @@ class _Pool:
             self._opening.start()
 
     def _open(self) -> None:
-        assert self._open_tier is not None
-        self._take_over(self._open_tier(self._wake))
+        """Open the writer's files, unless they are open already."""
+        tier, chunks, open_tier = self._tier, self._chunks, self._open_tier
+        if tier is not None and chunks is not None:
+            if not (isinstance(tier, Follower) and tier.is_stale()):
+                return
+            with self._changed:
+                self._tier = self._chunks = None
+            try:
+                chunks.close(_CLOSE_S)
+            except TierStoreError:
+                _log.warning("the disk hangs: pages of a directory that was replaced are not read")
+                return
+            with self._changed:
+                self._settle(chunks)
+        if open_tier is not None:
+            self._take_over(open_tier(self._wake))
 
     def _take_over(self, tier: NvmeTier | Follower | None) -> None:
         if tier is None:

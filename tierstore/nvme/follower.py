@@ -63,6 +63,7 @@ class Follower:
         self._outbox = Outbox(wake)
         self._num_readers = readers or marker.readers or DEFAULT_READERS
         self._closed = False
+        self._files = _identity(directory)
         with ExitStack() as undone:
             # The writer's map is no larger than its capacity. LMDB's default would be too small as soon as the
             # catalogue grows.
@@ -146,6 +147,13 @@ class Follower:
         """State of the disk: "absent" if reads hang or fail, else "ok"."""
         return "absent" if self._readers.absent else "ok"
 
+    def is_stale(self) -> bool:
+        """Return whether the writer has replaced the files, so that the follower must be opened again.
+
+        Accesses the disk, which may hang.
+        """
+        return _identity(self._directory) != self._files
+
     def counters(self) -> dict[str, int]:
         """Return the counters of reads, with the names of ``NvmeTier.counters``."""
         counts = self._outbox.counts()
@@ -179,6 +187,15 @@ class Follower:
         self._env.close()
         self._closed = True
         return True
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Return what identifies the catalogue's file, or None if there is none."""
+    try:
+        found = (directory / directory_layout.DATA_FILE).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 _COUNTERS = (
