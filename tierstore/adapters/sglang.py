@@ -8,8 +8,8 @@
 Pages on disk are checksummed, and are found again after a restart. Their total size is limited. A page is found only
 by an engine with the same model, revision, dtypes, layout, page size and parallelism.
 
-Pages are copied through staging buffers of this module, which consist of huge pages. There are two reasons. First, a
-read that hangs may still write to its buffer much later, after SGLang has reused the memory for another page.
+Pages are copied through staging buffers (``staged_pages``), which consist of huge pages. There are two reasons. First,
+a read that hangs may still write to its buffer much later, after SGLang has reused the memory for another page.
 Second, a disk fills huge pages up to three times as fast as SGLang's memory pages of 4 KiB
 (docs/benchmarks/disk.md). A page is copied to SGLang's memory only after its checksum was verified.
 
@@ -21,15 +21,12 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +41,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from tierstore.adapters.chunks import Chunks, FollowedChunks, nvme_section
+from tierstore.adapters.chunks import nvme_section
+from tierstore.adapters.staged_pages import CLOSE_S, OUTCOMES, StagedPages
 from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme.direct_io import padded
 from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
-from tierstore.page import buffer
-from tierstore.threads import Worker
 
 _log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
 
@@ -67,14 +63,7 @@ _SGLANGS = (
     "file_storage_path",
 )
 _OURS = ("config", "model", "staging")
-_CLOSE_S = 30.0
-_RETRY_S = 1.0
-_PROBE_S = 0.5
 _STAGING_NBYTES = 256 << 20
-_LEAST_ROWS = 8
-_GROUP_NBYTES = 8 << 20
-"""Size in bytes of the pages that are copied while the disk reads or writes the next ones."""
-
 _WEIGHTS = (
     "model_path",
     "revision",
@@ -582,6 +571,20 @@ class _Host:
         return _Buffers(self.pool.get_page_buffer_meta(places)[0], self.parts)
 
 
+class _Pool(StagedPages):
+    """One of SGLang's pools, and its pages on disk."""
+
+    def __init__(
+        self,
+        host: _Host,
+        open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
+        is_writer: bool,
+        staging_nbytes: int,
+    ) -> None:
+        super().__init__(host.nbytes, open_tier, is_writer, staging_nbytes)
+        self.host = host
+
+
 class _Buffers:
     """Pages in memory, each in several buffers."""
 
@@ -654,382 +657,9 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return found
 
 
-# -- the disk ----------------------------------------------------------------------------------------------
-
-_Copy = Callable[[int, NDArray[np.uint8]], None]
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The staging buffers for one direction."""
-
-    free: list[int]
-    busy: dict[int, list[int]] = field(default_factory=dict)
-    """Rows by the job that uses them."""
-
-    def take(self, most: int) -> list[int]:
-        taken = self.free[-most:]
-        del self.free[-most:]
-        return taken
-
-
-class _Pool:
-    """One of SGLang's pools, the NVMe tier that keeps its pages, and staging buffers between the two. Thread-safe.
-
-    The tier's I/O threads report completions through ``_wake``. Callers wait for them on ``_changed``.
-    """
-
-    def __init__(
-        self,
-        host: _Host,
-        open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
-        is_writer: bool,
-        staging_nbytes: int,
-    ) -> None:
-        """Open the tier. ``open_tier`` is None for a pool without pages.
-
-        If it returns None, because the process that writes the pages has not created the directory yet, it is called
-        again later.
-        """
-        self.host = host
-        self.is_writer = is_writer
-        self._changed = threading.Condition()
-        self._jobs = count(1)
-        self._arrived: dict[int, frozenset[bytes]] = {}
-        """The keys that arrived, for each load that has ended while its caller is still waiting for it."""
-        self._waiting: set[int] = set()
-        self._counts: Counter[str] = Counter()
-        self._chunks: Chunks | None = None
-        self._memory = np.empty((0, 0), dtype=np.uint8)
-        self._tier: NvmeTier | Follower | None = None
-        self._open_tier = open_tier
-        self._opening: Worker | None = None
-        self._tried = self._probed = -math.inf
-        self._missing = 0
-        """Number of reads of a follower that found no page, when its files were last compared with the writer's."""
-        self._closed = False
-        self._cleared = 0
-        """How many times the pages were removed. A call that began before the last time moves no more pages."""
-        if open_tier is None:
-            return
-        row_nbytes = padded(host.nbytes)
-        rows = max(_LEAST_ROWS, staging_nbytes // row_nbytes)
-        self._memory = buffer(rows * row_nbytes).reshape(rows, row_nbytes)
-        self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
-        self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
-        if is_writer:
-            self._take_over(open_tier(self._wake))
-        else:
-            self._begin_opening()
-
-    @property
-    def is_logical(self) -> bool:
-        """Whether the pool only counts tokens and has no pages."""
-        return self.host.nbytes == 0
-
-    @property
-    def num_pages(self) -> int:
-        """Number of pages on disk."""
-        return 0 if self._chunks is None else self._chunks.figures()["chunks"]
-
-    def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which pages are on disk or being written. Does not wait for the disk."""
-        with self._changed:
-            if not self._works(keys):
-                return [False] * len(keys)
-            return [self._has(key) for key in keys]
-
-    def get(self, keys: Sequence[bytes], copy: _Copy, deadline: float) -> list[bool]:
-        """Read pages, and call ``copy(index, row)`` for each page that arrived, on the calling thread.
-
-        The disk reads the next pages while ``copy`` runs. Does not wait after ``deadline`` (time.monotonic()).
-        """
-        found = [False] * len(keys)
-        wanted: list[int] = []
-        with self._changed:
-            chunks, memory, began = self._chunks, self._memory, self._cleared
-            if chunks is not None and self._works(keys):
-                self._wait(lambda: not any(map(chunks.writes, keys)), deadline)
-                wanted = [index for index, key in enumerate(keys) if chunks.holds(key)]
-                chunks.used([keys[index] for index in wanted])
-        ahead: deque[tuple[int, list[int], list[int]]] = deque()
-        begun = 0
-        try:
-            while begun < len(wanted) or ahead:
-                with self._changed:
-                    while (
-                        begun < len(wanted)
-                        and not self._closed
-                        and self._chunks is chunks
-                        and (rows := self._loading.take(min(self._group, len(wanted) - begun)))
-                    ):
-                        places = wanted[begun : begun + len(rows)]
-                        ahead.append((self._load([keys[place] for place in places], rows), places, rows))
-                        begun += len(rows)
-                    if not ahead:  # other calls use all rows
-                        usable = not self._closed and self._chunks is chunks
-                        if usable and self._wait(lambda: bool(self._loading.free), deadline):
-                            continue
-                        break
-                    job, places, rows = ahead[0]
-                    if not self._wait(lambda job=job: job in self._arrived, deadline):  # type: ignore[misc]
-                        break
-                    arrived = self._arrived[job]
-                    if self._cleared != began:
-                        break
-                for place, row in zip(places, rows, strict=True):
-                    if keys[place] in arrived:
-                        copy(place, memory[row])
-                        found[place] = True
-                with self._changed:
-                    self._abandon(job)
-                ahead.popleft()
-        finally:
-            with self._changed:
-                for job, _, _ in ahead:
-                    self._abandon(job)
-        timeout = bool(ahead) and time.monotonic() >= deadline
-        self._count({"timeout": timeout, "hit": sum(found), "miss": len(found) - sum(found)})
-        return found
-
-    def put(self, keys: Sequence[bytes], copy: _Copy, deadline: float) -> list[bool]:
-        """Call ``copy(index, row)`` for each page that is not on disk yet, and queue writes of the rows.
-
-        Waits for staging buffers until ``deadline`` (time.monotonic()). Returns which pages are on disk or being
-        written.
-        """
-        with self._changed:
-            chunks, tier, memory, began = self._chunks, self._tier, self._memory, self._cleared
-            wanted = [index for index, key in enumerate(keys) if not self._has(key)]
-            wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
-        done = 0
-        while chunks is not None and tier is not None and done < len(wanted):
-            with self._changed:
-                # If only reads fail ("absent"), writes are still tried.
-                if self._closed or tier.read_only or tier.state == "read_only" or self._cleared != began:
-                    break
-                if not self._wait(lambda: bool(self._storing.free), deadline):
-                    break
-                rows = self._storing.take(min(self._group, len(wanted) - done))
-            places = wanted[done : done + len(rows)]
-            done += len(rows)
-            stored = False
-            try:
-                for place, row in zip(places, rows, strict=True):
-                    copy(place, memory[row])
-                with self._changed:
-                    if not self._closed and self._cleared == began:
-                        job = next(self._jobs)
-                        self._storing.busy[job] = rows
-                        stored = True
-                        chunks.store(job, [keys[place] for place in places], rows)
-                        self._collect()
-            finally:
-                if not stored:
-                    with self._changed:
-                        self._storing.free += rows
-        with self._changed:
-            kept = [self._cleared == began and self._has(key) for key in keys]
-        self._count({"stored": sum(kept), "refused": len(kept) - sum(kept)})
-        return kept
-
-    def clear(self) -> None:
-        """Remove all pages, including those that are being copied or written by calls in progress."""
-        with self._changed:
-            self._cleared += 1
-            if self._chunks is not None and not self._closed:
-                self._chunks.clear()
-
-    def flush(self, deadline: float) -> bool:
-        """Wait for all queued writes, but at most until ``deadline`` (time.monotonic())."""
-        with self._changed:
-            return self._chunks is None or self._wait(lambda: not self._storing.busy, deadline)
-
-    def close(self, timeout_s: float) -> None:
-        """Close the tier and free the staging buffers. Calls in progress get misses.
-
-        Raises TierStoreError if the disk does not respond in time. The staging buffers then stay allocated.
-        """
-        with self._changed:
-            self._closed = True
-            chunks = self._chunks
-            self._changed.notify_all()
-        if chunks is None:
-            return
-        chunks.close(timeout_s)
-        with self._changed:
-            self._collect()
-            self._chunks = self._tier = self._open_tier = None  # part of a cycle of references with the tier
-            self._memory = self._memory[:0].copy()
-
-    def figures(self) -> dict[str, object]:
-        """Return counters, the number and size of pages, and the state of the disk. Does not access the disk."""
-        with self._changed:
-            found: dict[str, object] = {f"pages_{name}": self._counts[name] for name in _OUTCOMES}
-            if self._chunks is not None and self._tier is not None:
-                found |= {**self._tier.counters(), "state": self._tier.state, **self._chunks.figures()}
-            return found
-
-    def stats(self) -> dict[str, object]:
-        """Return the figures of this object and of the tier, which may access the disk."""
-        found, tier = self.figures(), self._tier
-        return found if tier is None else {**tier.stats(), **found}
-
-    def check(self) -> list[str]:
-        """Return a description of each broken invariant."""
-        with self._changed:
-            chunks, tier = self._chunks, self._tier
-            if chunks is None or tier is None or self._closed:
-                return []
-            self._collect()
-            faults = []
-            half = len(self._memory) // 2
-            for rows, where in (
-                (self._loading, range(half)),
-                (self._storing, range(half, len(self._memory))),
-            ):
-                used = sorted([*rows.free, *(row for busy in rows.busy.values() for row in busy)])
-                if used != [*where] and self._waiting == set() and not self._arrived:
-                    faults.append(
-                        f"staging rows {sorted(set(where) - set(used))} are neither free nor in use"
-                    )
-            used_nbytes = chunks.figures()["used_nbytes"]
-            if used_nbytes > tier.budget_nbytes:
-                faults.append(f"{used_nbytes} bytes are in use, more than {tier.budget_nbytes}")
-            return faults
-
-    # -- with the lock held --------------------------------------------------------------------------------
-
-    def _works(self, keys: Sequence[bytes]) -> bool:
-        """Return whether reads are worth trying, and look after a disk that does not read.
-
-        While the disk hangs or fails reads, all pages count as missing, and one page at a time is read to find out
-        whether the disk has recovered. A directory that its writer had not created is tried again.
-        """
-        chunks, tier, now = self._chunks, self._tier, time.monotonic()
-        if chunks is None or tier is None:
-            if not self.is_writer and not self._closed and now - self._tried >= _RETRY_S:
-                self._begin_opening()
-            return False
-        self._collect()
-        if isinstance(tier, Follower) and now - self._tried >= _RETRY_S:
-            missing = tier.counters()["read_not_found"]
-            if missing != self._missing:  # the writer may have begun with new files
-                self._missing = missing
-                self._begin_opening()
-        if tier.state != "absent":
-            return True
-        key = chunks.newest() if self.is_writer else next(iter(keys), None)
-        if key is not None and not self._closed and now - self._probed >= _PROBE_S and self._loading.free:
-            self._probed = now
-            job = self._load([key], self._loading.take(1))
-            self._waiting.discard(job)  # nobody waits for it
-        return False
-
-    def _has(self, key: bytes) -> bool:
-        chunks, tier = self._chunks, self._tier
-        if chunks is None or tier is None or self._closed:
-            return False
-        return chunks.holds(key) or (tier.state == "ok" and chunks.writes(key))
-
-    def _load(self, keys: Sequence[bytes], rows: list[int]) -> int:
-        assert self._chunks is not None
-        job = next(self._jobs)
-        self._loading.busy[job] = rows
-        self._waiting.add(job)
-        self._chunks.load(job, keys, rows)
-        return job
-
-    def _abandon(self, job: int) -> None:
-        """Free the rows of a load now or, if the disk may still write to them, when the load ends."""
-        self._waiting.discard(job)
-        if self._arrived.pop(job, None) is not None:
-            self._loading.free += self._loading.busy.pop(job)
-            self._changed.notify_all()
-
-    def _wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait until ``ready()``. Return False at the deadline, or if the pool is closed first."""
-        self._collect()
-        while not ready():
-            if self._closed and self._chunks is None:
-                return False
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._changed.wait(left)
-            self._collect()
-        return True
-
-    def _collect(self) -> None:
-        """Take the results of jobs that have ended, and free the rows that no caller waits for."""
-        if self._chunks is not None:
-            self._settle(self._chunks)
-
-    def _settle(self, chunks: Chunks) -> None:
-        for done in chunks.finished():
-            if not done.is_load:
-                self._storing.free += self._storing.busy.pop(done.job)
-            elif done.job in self._waiting:
-                self._waiting.discard(done.job)
-                self._arrived[done.job] = frozenset(done.arrived)
-            else:
-                self._loading.free += self._loading.busy.pop(done.job)
-        chunks.removed()
-        self._changed.notify_all()
-
-    # -- without the lock ----------------------------------------------------------------------------------
-
-    def _begin_opening(self) -> None:
-        """Open the tier on a thread of its own, because the disk may hang."""
-        if self._opening is None or not self._opening.is_alive():
-            self._tried = time.monotonic()
-            self._opening = Worker(self._open, name="tierstore-sglang-open")
-            self._opening.start()
-
-    def _open(self) -> None:
-        """Open the writer's files, unless they are open already."""
-        tier, chunks, open_tier = self._tier, self._chunks, self._open_tier
-        if tier is not None and chunks is not None:
-            if not (isinstance(tier, Follower) and tier.is_stale()):
-                return
-            with self._changed:
-                self._tier = self._chunks = None
-            try:
-                chunks.close(_CLOSE_S)
-            except TierStoreError:
-                _log.warning("the disk hangs: pages of a directory that was replaced are not read")
-                return
-            with self._changed:
-                self._settle(chunks)
-        if open_tier is not None:
-            self._take_over(open_tier(self._wake))
-
-    def _take_over(self, tier: NvmeTier | Follower | None) -> None:
-        if tier is None:
-            return
-        kind = Chunks if self.is_writer else FollowedChunks
-        with self._changed:
-            if not self._closed:
-                self._tier, self._chunks = tier, kind(tier, self._memory, threading.Event())
-                return
-        tier.close(_CLOSE_S)
-
-    def _wake(self) -> None:
-        """Called by the tier's I/O threads, with none of their locks held."""
-        with self._changed:
-            self._collect()
-
-    def _count(self, pages: dict[str, int]) -> None:
-        with self._changed:
-            self._counts.update(pages)
-
-
-_OUTCOMES = ("hit", "miss", "stored", "refused", "timeout")
-
-
 def _close(pools: Iterable[_Pool]) -> None:
     """Close pools, in 30 s together. Raises TierStoreError if the disk does not respond in time."""
-    deadline = time.monotonic() + _CLOSE_S
+    deadline = time.monotonic() + CLOSE_S
     errors = []
     for pool in pools:
         try:
@@ -1079,7 +709,7 @@ class _Prometheus:
     def update(self, pool: str, rank: str, figures: dict[str, object]) -> None:
         """Export the figures of a pool. Counters only grow, even if SGLang detaches and attaches again."""
         with self._lock:
-            for outcome in _OUTCOMES:
+            for outcome in OUTCOMES:
                 series = self._pages.labels(pool, rank, outcome)
                 series.inc(self._grown((pool, rank, outcome), figures[f"pages_{outcome}"]))
             if "state" not in figures:
