@@ -471,7 +471,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             "draft_digest": _model_digest(
                 args, "speculative_draft_model_path", "speculative_draft_model_revision"
             ),
-            "adapters": adapters_digest(_adapters(getattr(args, "lora_paths", None))),
+            "adapters": adapters_digest(_adapters(args)),
             "class": type(host.pool).__name__,
             "geometry": {each: _plain(getattr(host.pool, each, None)) for each in _GEOMETRY},
             "dtypes": _dtypes(host.pool),
@@ -825,7 +825,9 @@ def _model_digest(args: Any, path: str, revision: str) -> str:
         return ""
     folder = Path(str(name)).expanduser()
     if not folder.is_dir():
-        found = _cached(str(name), getattr(args, revision, None), getattr(args, "download_dir", None))
+        found = _cached(
+            str(name), "config.json", getattr(args, revision, None), getattr(args, "download_dir", None)
+        )
         if found is None:
             return weights_digest(folder) if folder.is_file() else ""
         folder = found
@@ -836,29 +838,33 @@ def _model_digest(args: Any, path: str, revision: str) -> str:
     return digest.hexdigest()
 
 
-def _cached(name: str, revision: str | None, folder: str | None) -> Path | None:
-    """Return the folder of a hub model in the local cache, or None."""
+def _cached(name: str, file: str, revision: str | None, folder: str | None) -> Path | None:
+    """Return the folder of a hub model that has this file in the local cache, or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json", cache_dir=folder, revision=revision)
+        found = try_to_load_from_cache(name, file, cache_dir=folder, revision=revision)
     except (ImportError, ValueError):  # not the name of a hub model
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _adapters(paths: Any) -> list[Path]:
+def _adapters(args: Any) -> list[Path]:
     """Return the folders of the LoRA adapters that SGLang loads at the start.
 
     SGLang's keys identify an adapter by its name and path, not by its weights.
     """
-    refs = list(paths.values()) if isinstance(paths, dict) else list(paths or ())
-    names = [
-        ref.get("lora_path") if isinstance(ref, dict) else getattr(ref, "lora_path", None) or ref
-        for ref in refs
-    ]
-    folders = [Path(str(name).rpartition("=")[2]).expanduser() for name in names]
-    return [folder for folder in folders if folder.is_dir()]
+    paths = getattr(args, "lora_paths", None)
+    folders = []
+    for ref in list(paths.values()) if isinstance(paths, dict) else list(paths or ()):
+        path = ref.get("lora_path") if isinstance(ref, dict) else getattr(ref, "lora_path", None) or ref
+        name = str(path).rpartition("=")[2]
+        folder: Path | None = Path(name).expanduser()
+        if folder is not None and not folder.is_dir():
+            folder = _cached(name, "adapter_config.json", None, getattr(args, "download_dir", None))
+        if folder is not None:
+            folders.append(folder)
+    return folders
 
 
 def _replica(config: Any) -> int:

@@ -34,6 +34,8 @@ from tierstore.nvme.record_storage import RecordBytes
 from tierstore.nvme.tier import Watchdog
 from tierstore.types import Ack, Failure, PageKey, Tier, Transfer
 
+_MAP_NBYTES = 1 << 40
+
 
 class Follower:
     """The reading half of ``NvmeTier``, for a sub-directory that another process writes. Thread-safe.
@@ -65,13 +67,13 @@ class Follower:
         self._closed = False
         self._files = _identity(directory)
         with ExitStack() as undone:
-            # The writer's map is no larger than its capacity. LMDB's default would be too small as soon as the
-            # catalogue grows.
+            # Larger than the map of any writer. With a smaller map, reads would fail once the writer's file grows. The
+            # map only takes address space.
             self._env = Environment(
                 partial(
                     lmdb.open,
                     str(directory),
-                    map_size=marker.capacity,
+                    map_size=max(_MAP_NBYTES, marker.capacity),
                     readonly=True,
                     create=False,
                     max_dbs=MAX_DBS,
