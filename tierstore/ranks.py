@@ -6,8 +6,8 @@ sizes and acks of the ranks. It exchanges only plain data with them, which the c
 
 If shards are the same on several consecutive ranks (``replicas``), these ranks share one host memory, and
 each page has an ``owner`` among them. Only the owner copies the page into host memory, and to and from its
-disk. All ranks load the page into HBM. A page is therefore in host memory or on disk if all of its owners
-have it there: there is one in each group of ``replicas`` ranks.
+disk. All ranks load the page into HBM. A page is therefore in host memory or on disk if all of its owners,
+one in each group of ``replicas`` ranks, have it there.
 """
 
 from __future__ import annotations
@@ -218,8 +218,9 @@ def merged_disk(disks: Sequence[Disk], replicas: int = 1) -> tuple[Disk, tuple[P
     """Combine the NVMe tiers of all ranks into one.
 
     Returns:
-        A Disk with the records that every rank has (of ``replicas`` ranks: the owner), the largest record size and the
-            smallest budget; and the keys of the records that only some ranks have, which must be erased.
+        A Disk with the records that every rank has, the largest record size and the smallest budget; and the keys of
+            the records that only some ranks have, which must be erased. Of ``replicas`` consecutive ranks, only the
+            owner of a record must have it.
     """
     groups = [disks[start : start + replicas] for start in range(0, len(disks), replicas)]
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in _owned(group)} for group in groups]
@@ -259,7 +260,7 @@ def _owned(disks: Sequence[Disk]) -> Iterable[Record]:
 def _budget(record_nbytes: int, budget_nbytes: int, replicas: int) -> int:
     """Return the total size of the records of ``replicas`` ranks, of which each can store ``budget_nbytes``.
 
-    Pages are not distributed exactly evenly. Their number is so small that each owner very likely has room for its
+    Pages are not distributed exactly evenly, so the total is small enough that each owner very likely has room for its
     pages. A rank without room refuses to write pages, which then stay in host memory for longer, or are lost.
     """
     if replicas == 1:

@@ -658,7 +658,7 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _close(pools: Iterable[_Pool]) -> None:
-    """Close pools, in 30 s together. Raises TierStoreError if the disk does not respond in time."""
+    """Close all pools within 30 s. Raises TierStoreError if the disk does not respond in time."""
     deadline = time.monotonic() + CLOSE_S
     errors = []
     for pool in pools:

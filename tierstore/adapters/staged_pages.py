@@ -26,6 +26,7 @@ from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
 from tierstore.page import buffer
 from tierstore.threads import Worker
+from tierstore.types import exact_size
 
 _log = logging.getLogger("tierstore.adapters.staged_pages")
 
@@ -285,7 +286,8 @@ class StagedPages:
                     )
             used_nbytes = chunks.figures()["used_nbytes"]
             if used_nbytes > tier.budget_nbytes:
-                faults.append(f"{used_nbytes} bytes are in use, more than {tier.budget_nbytes}")
+                in_use, budget = exact_size(used_nbytes), exact_size(tier.budget_nbytes)
+                faults.append(f"{in_use} are in use, more than the budget of {budget}")
             return faults
 
     # -- with the lock held --------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ class StagedPages:
         """Return whether reads are worth trying, and look after a disk that does not read.
 
         While the disk hangs or fails reads, all pages count as missing, and one page at a time is read to find out
-        whether the disk has recovered. A directory that its writer had not created is tried again.
+        whether the disk has recovered. If the writer had not created the directory yet, opening it is tried again.
         """
         chunks, tier, now = self._chunks, self._tier, time.monotonic()
         if chunks is None or tier is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tierstore.page import HUGE_NBYTES
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,7 +97,9 @@ class SharedMemory:
         try:
             size, expected = os.fstat(file).st_size, _length(handle.nbytes)
             if size != expected:
-                raise OSError(errno.EINVAL, f"{path} has {size} bytes, expected {expected}")
+                raise OSError(
+                    errno.EINVAL, f"{path} has a size of {exact_size(size)}, expected {exact_size(expected)}"
+                )
             found = cls(file, handle)
         except OSError:
             os.close(file)
@@ -153,7 +156,7 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, file: i
     found: int | None = _libc.mmap(address, length, protection, flags, file, 0)
     if found is None or found == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise OSError(code, f"mapping {length} bytes of memory failed: {os.strerror(code)}")
+        raise OSError(code, f"mapping {exact_size(length)} of memory failed: {os.strerror(code)}")
     return found
 
 

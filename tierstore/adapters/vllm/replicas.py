@@ -77,7 +77,7 @@ def shared_memory(peers: Peers, nbytes: Callable[[], int]) -> SharedMemory | Non
         nbytes: Returns the size of the memory in bytes, the same on all ranks of a stage. Called on the first rank.
 
     Raises:
-        ConfigError: ``nbytes`` has raised it.
+        ConfigError: Raised by ``nbytes``.
     """
     mine: SharedMemory | None = None
     failure: ConfigError | None = None
@@ -109,8 +109,8 @@ def shared_memory(peers: Peers, nbytes: Callable[[], int]) -> SharedMemory | Non
     if reason or peers.first:
         _log.warning(
             "the tensor-parallel ranks cannot share host memory%s: every rank stores its own copy of each page, so "
-            "that host memory and disk hold fewer pages; ranks can share memory if they are on one machine, in one "
-            "container, and belong to one user",
+            "host memory and disk hold fewer pages; ranks can share memory if they run on the same machine, in the "
+            "same container and as the same user",
             f" ({reason})" if reason else "",
         )
     return None

@@ -47,9 +47,8 @@ if TYPE_CHECKING:
 class Terms:
     """The settings from which the scheduler half and its tiers are created.
 
-    ``config`` is the configuration of one rank, and ``config_shared`` the one that applies if ranks store each page
-    once. None if they never do. ``load_timeout_s``, ``put_off_s`` and ``load`` are as in
-    ``config.Settings``.
+    ``config`` is the configuration of one rank. ``config_shared`` takes its place if ranks store each page once, and is
+    None if they never do. ``load_timeout_s``, ``put_off_s`` and ``load`` are as in ``config.Settings``.
     """
 
     config: StoreConfig
