@@ -44,7 +44,7 @@ from tests.nvme.watch import Calls
 from tests.support.lanes import some
 from tests.support.sick_disk import Failing, Hanging, replace_preadv
 from tests.support.waiting import wait_for
-from tierstore.errors import ConfigError, StoreClosed
+from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme import extents
 
 
@@ -453,6 +453,35 @@ def test_a_write_that_hangs_blocks_no_call(
         go_on.set()
         assert storage.flush(60.0)
         wait_for(lambda: all(storage.batch_set_v1(keys(range(50, 51)), tokens(pool, [0]))))
+
+
+def test_a_detach_while_the_disk_hangs_is_completed_later(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = HeadPool()
+    nvme = {"payload": "extents", "timeout": 1.0, "readers": 2}
+    disk = Hanging(1)
+    storage = module.TierStoreStorage(storage_config(tmp_path, nvme=nvme), {})
+    storage.register_mem_pool_host(pool)
+    write(storage, pool, range(2))
+    replace_preadv(monkeypatch, disk)
+    assert not all(storage.batch_get_v1(keys(range(2)), tokens(pool, [0, 1])))
+    monkeypatch.setattr(module, "CLOSE_S", 0.0)
+    with pytest.raises(TierStoreError, match="the disk did not respond"):
+        storage.close()
+    with pytest.raises(ConfigError, match="in use"), opened(module, tmp_path, pool, nvme=nvme):
+        pass
+    monkeypatch.setattr(module, "CLOSE_S", 30.0)
+    disk.go_on.set()
+
+    def attaches() -> bool:
+        try:
+            with opened(module, tmp_path, pool, nvme=nvme) as storage:
+                return read(storage, pool, range(2)) == [True, True]
+        except ConfigError:
+            return False
+
+    wait_for(attaches)
 
 
 def test_a_full_disk_refuses_pages_and_keeps_the_others(

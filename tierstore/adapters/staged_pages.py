@@ -239,7 +239,9 @@ class StagedPages:
     def close(self, timeout_s: float) -> None:
         """Close the tier and free the staging buffers. Calls in progress get misses.
 
-        Raises TierStoreError if the disk does not respond in time. The staging buffers then stay allocated.
+        Raises:
+            TierStoreError: The disk did not respond in time. A thread closes the tier once it does; until then, the
+                directory stays locked.
         """
         with self._changed:
             self._closed = True
@@ -247,11 +249,12 @@ class StagedPages:
             self._changed.notify_all()
         if chunks is None:
             return
-        chunks.close(timeout_s)
-        with self._changed:
-            self._collect()
-            self._chunks = self._tier = self._open_tier = None  # part of a cycle of references with the tier
-            self._memory = self._memory[:0].copy()
+        try:
+            chunks.close(timeout_s)
+        except TierStoreError:
+            Worker(self._keep_closing, chunks, name="tierstore-pages-close").start()
+            raise
+        self._let_go(chunks)
 
     def figures(self) -> dict[str, object]:
         """Return counters, the number and size of pages, and the state of the disk. Does not access the disk."""
@@ -370,6 +373,22 @@ class StagedPages:
         self._changed.notify_all()
 
     # -- without the lock ----------------------------------------------------------------------------------
+
+    def _keep_closing(self, chunks: Chunks) -> None:
+        while True:
+            try:
+                chunks.close(CLOSE_S)
+            except TierStoreError:
+                continue
+            self._let_go(chunks)
+            return
+
+    def _let_go(self, chunks: Chunks) -> None:
+        """Free the staging buffers after the tier has closed."""
+        with self._changed:
+            self._settle(chunks)
+            self._chunks = self._tier = self._open_tier = None  # part of a cycle of references with the tier
+            self._memory = self._memory[:0].copy()
 
     def _begin_opening(self) -> None:
         """Open the tier on a thread of its own, because the disk may hang."""
