@@ -7,7 +7,6 @@ block, but never longer than their deadline.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -27,8 +26,6 @@ from tierstore.nvme.tier import NvmeTier
 from tierstore.page import buffer
 from tierstore.threads import Worker
 from tierstore.types import exact_size
-
-_log = logging.getLogger("tierstore.adapters.staged_pages")
 
 CLOSE_S = 30.0
 """Longest time in seconds that closing may take."""
@@ -96,8 +93,6 @@ class StagedPages:
         self._open_tier = open_tier
         self._opening: Worker | None = None
         self._tried = self._probed = -math.inf
-        self._missing = 0
-        """Number of reads of a follower that found no page, when its files were last compared with the writer's."""
         self._closed = False
         self._cleared = 0
         """How many times the pages were removed. A call that began before the last time moves no more pages."""
@@ -308,10 +303,7 @@ class StagedPages:
             return False
         self._collect()
         if isinstance(tier, Follower) and now - self._tried >= _RETRY_S:
-            missing = tier.counters()["read_not_found"]
-            if missing != self._missing:  # the writer may have begun with new files
-                self._missing = missing
-                self._begin_opening()
+            self._begin_opening()  # the writer may have begun with new files
         if tier.state != "absent":
             return True
         key = chunks.newest() if self.is_writer else next(iter(keys), None)
@@ -375,13 +367,8 @@ class StagedPages:
     # -- without the lock ----------------------------------------------------------------------------------
 
     def _keep_closing(self, chunks: Chunks) -> None:
-        while True:
-            try:
-                chunks.close(CLOSE_S)
-            except TierStoreError:
-                continue
-            self._let_go(chunks)
-            return
+        _close_at_last(chunks)
+        self._let_go(chunks)
 
     def _let_go(self, chunks: Chunks) -> None:
         """Free the staging buffers after the tier has closed."""
@@ -405,11 +392,7 @@ class StagedPages:
                 return
             with self._changed:
                 self._tier = self._chunks = None
-            try:
-                chunks.close(CLOSE_S)
-            except TierStoreError:
-                _log.warning("the disk hangs: pages of a directory that was replaced are not read")
-                return
+            _close_at_last(chunks)
             with self._changed:
                 self._settle(chunks)
         if open_tier is not None:
@@ -433,3 +416,13 @@ class StagedPages:
     def _count(self, pages: dict[str, int]) -> None:
         with self._changed:
             self._counts.update(pages)
+
+
+def _close_at_last(chunks: Chunks) -> None:
+    """Close chunks, however long the disk hangs."""
+    while True:
+        try:
+            chunks.close(CLOSE_S)
+        except TierStoreError:
+            continue
+        return
