@@ -71,6 +71,7 @@ _WEIGHTS = (
     "model_impl",
     "quantization",
     "quantization_param_path",
+    "rl_quant_profile",
     "modelopt_quant",
     "modelopt_checkpoint_restore_path",
     "quantize_and_serve",
@@ -88,6 +89,7 @@ _DRAFT = (
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
     "decrypted_draft_config_file",
 )
 _CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "*.py")
