@@ -105,7 +105,7 @@ class Engine:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        extra = {"prefetch_threshold": 1, "model": setup.name, **setup.extra}
+        self._extra = json.dumps({"prefetch_threshold": 1, "model": setup.name, **setup.extra})
         arguments = ServerArgs(
             model_path="dummy",
             served_model_name=setup.name,
@@ -116,7 +116,7 @@ class Engine:
             hicache_mem_layout=setup.layout,
             hicache_write_policy=setup.write_policy,
             hicache_storage_backend=setup.storage,
-            hicache_storage_backend_extra_config=json.dumps(extra) if setup.storage else None,
+            hicache_storage_backend_extra_config=self._extra if setup.storage else None,
             hicache_storage_prefetch_policy=setup.prefetch_policy,
         )
         arguments._mamba_cache_chunk_size = setup.page_size
@@ -337,6 +337,19 @@ class Engine:
             return []
         assert self.backend.flush(PATIENCE_S), "the backend is still writing"
         return [str(problem) for problem in self.backend.check()]
+
+    def reattach(self) -> None:
+        """Detach the storage backend and attach it again, while the engine runs."""
+        detached, message = self.tree.detach_storage_backend()
+        assert detached, message
+        attached, message = self.tree.attach_storage_backend(
+            storage_backend=self.setup.storage,
+            storage_backend_extra_config_json=self._extra,
+            served_model_name=self.setup.name,
+            hicache_storage_prefetch_policy=self.setup.prefetch_policy,
+            hicache_write_policy=self.setup.write_policy,
+        )
+        assert attached, message
 
     def stop(self) -> None:
         """End the engine as a server does that shuts down: nothing in HBM or host memory survives."""

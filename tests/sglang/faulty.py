@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
 
+from tierstore.adapters.sglang import TierStoreStorage
+
 
 class WrongPage(HiCacheFile):  # type: ignore[misc]
-    """Return, now and then, the page of another key."""
+    """Return, now and then, the page of another key, of the same size."""
 
     def __init__(self, storage_config: Any, kwargs: Any) -> None:
         super().__init__(storage_config)
         self._gets = 0
-        self._other: str | None = None
+        self._others: dict[int, str] = {}
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
         self._gets += 1
-        asked, self._other = key, self._other or key
-        if self._gets % 20 == 0:
-            asked = self._other
+        other = self._others.setdefault(target_location.nbytes, key)
+        asked = other if self._gets % 20 == 0 else key
         return super().get(asked, target_location, target_sizes)  # type: ignore[no-any-return]
 
 
@@ -49,6 +51,21 @@ class Forgetful(HiCacheFile):  # type: ignore[misc]
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         self._sets += 1
         return self._sets % 10 == 0 or bool(super().set(key, value, target_location, target_sizes))
+
+
+class SwappedSlots(TierStoreStorage):
+    """Put, now and then, a page of TierStore's into the host memory of another page."""
+
+    _calls = 0
+
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        self._calls += 1
+        if len(keys) > 1 and self._calls % 5 == 0:
+            size = len(host_indices) // len(keys)
+            host_indices = torch.cat(
+                [host_indices[size : 2 * size], host_indices[:size], host_indices[2 * size :]]
+            )
+        return super().batch_get_v1(keys, host_indices, extra_info)
 
 
 class Stuck(HiCacheFile):  # type: ignore[misc]

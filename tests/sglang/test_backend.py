@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.sglang.test_harness import LAYOUTS
-from tests.sglang.worker import Worker, together
+from tests.sglang.worker import ScenarioError, Worker, together
 
 pytestmark = pytest.mark.sglang
 
@@ -34,6 +34,14 @@ def test_hits_and_bytes_match_the_ledger(
     counts = worker.call("walk", setup=setup, seed=3, operations=400, exact=True)
     assert counts["tokens from storage"] > 100
     assert counts["prompts with predicted hits"] > 100
+
+
+def test_a_page_in_the_wrong_place_is_noticed(worker: Worker, tmp_path: Path) -> None:
+    setup = ours(tmp_path)
+    setup["extra"] |= {"module_path": "tests.sglang.faulty", "class_name": "SwappedSlots"}
+    with pytest.raises(ScenarioError) as error:
+        worker.call("walk", setup=setup, seed=3, operations=1_000, exact=True)
+    assert error.value.kind == "WrongBytesError"
 
 
 @pytest.mark.parametrize("model", ["mha", "mla"])
