@@ -469,8 +469,12 @@ class StoreMachine(RuleBasedStateMachine):
             for layer in range(pages.shape[1]):
                 self.a_ready_layer_has_its_bytes(held, layer)
             state, writers = held.lease.wait(0.0), {slot for _, slot in held.pages} & writing
+            only_written = (
+                state is LeaseState.PENDING and held.lease.wait(0.0, written=False) is not LeaseState.PENDING
+            )
+            if only_written:  # on a GPU, the last copy may have ended between the two calls
+                state = held.lease.wait(0.0)
             if state is LeaseState.PENDING:
-                only_written = held.lease.wait(0.0, written=False) is not LeaseState.PENDING
                 assert held.settled is None or writers, "a final lease became pending again"
                 assert not only_written or writers, (
                     "a lease is PENDING although all its copies and writes have ended"
