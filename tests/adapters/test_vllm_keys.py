@@ -12,7 +12,14 @@ import torch
 
 from tests.adapters import vllm_stub as stub
 from tierstore.adapters.vllm import keys as keys_module
-from tierstore.adapters.vllm.keys import KeyChain, identity, namespace, page_keys, weights_digest
+from tierstore.adapters.vllm.keys import (
+    KeyChain,
+    identity,
+    model_digest,
+    namespace,
+    page_keys,
+    weights_digest,
+)
 from tierstore.types import PageKey
 
 
@@ -132,6 +139,33 @@ def test_weights_are_identified_by_sampled_bytes_and_not_by_folder_name(tmp_path
     assert digests[0] == digests[1] != digests[2]
     (tmp_path / "b" / "more.safetensors").write_bytes(b"")
     assert weights_digest(tmp_path / "b") != digests[0]
+
+
+def test_model_of_the_hub_is_identified_by_its_commit_also_if_another_cache_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, other = tmp_path / "default", tmp_path / "other"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(default))
+    for cache, file in ((default, "config.json"), (other, "model.safetensors")):
+        for commit in ("1" * 40, "2" * 40):
+            snapshot = cache / "models--org--name" / "snapshots" / commit
+            snapshot.mkdir(parents=True)
+            (snapshot / file).write_text("{}")
+
+    def digest(branch: str, commit: str, cache: Path | None) -> str:
+        ref = default / "models--org--name" / "refs" / branch
+        ref.parent.mkdir(exist_ok=True)
+        ref.write_text(commit)
+        return model_digest("org/name", branch, None if cache is None else str(cache))
+
+    first = digest("main", "1" * 40, None)
+    assert first
+    assert digest("main", "1" * 40, other) == first
+    assert digest("main", "2" * 40, None) != first
+    assert digest("main", "2" * 40, other) != first
+    assert digest("branch", "1" * 40, None) == first
+    assert model_digest("org/name", "absent") == ""
+    assert model_digest("org/absent") == ""
 
 
 def test_an_object_in_a_models_config_has_the_same_name_in_every_process() -> None:

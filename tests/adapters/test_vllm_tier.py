@@ -94,6 +94,25 @@ def module() -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of a cache of the Hugging Face hub that has two models."""
+    cache = tmp_path_factory.mktemp("hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for model in ("org/name", "org/other"):
+        publish(cache, model, "1" * 40)
+    return cache
+
+
+def publish(cache: Path, model: str, commit: str) -> None:
+    """Add a commit to a model in the cache, and move the branch main to it."""
+    home = cache / f"models--{model.replace('/', '--')}"
+    (home / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+    (home / "snapshots" / commit / "config.json").write_text("{}")
+    (home / "refs").mkdir(exist_ok=True)
+    (home / "refs" / "main").write_text(commit)
+
+
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
@@ -269,6 +288,47 @@ def test_other_weights_in_the_same_folder_find_nothing_unless_named(
         store(at, 1, range(3))
     weights.write_bytes(b"later.")
     with opened(module, tmp_path / "b", spec(model="elsewhere"), model="mine@1") as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_another_configuration_of_the_same_weights_finds_nothing(module: ModuleType, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "config.json").write_text("{}")
+    here = spec(model=str(model))
+    with opened(module, tmp_path / "home", here) as at:
+        store(at, 1, range(3))
+    (model / "config.json").write_text('{"rope_scaling": {"type": "yarn", "factor": 4.0}}')
+    with opened(module, tmp_path / "home", here) as at:
+        assert found(at, range(3)) == []
+    (model / "config.json").write_text("{}")
+    with opened(module, tmp_path / "home", here) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_another_commit_of_a_hub_model_finds_nothing(module: ModuleType, tmp_path: Path, hub: Path) -> None:
+    with opened(module, tmp_path) as at:
+        store(at, 1, range(3))
+    publish(hub, "org/name", "2" * 40)
+    with opened(module, tmp_path) as at:
+        assert found(at, range(3)) == []
+    publish(hub, "org/name", "1" * 40)
+    with opened(module, tmp_path) as at:
+        assert found(at, range(3)) == [0, 1, 2]
+
+
+def test_a_model_that_cannot_be_identified_needs_a_name(module: ModuleType, tmp_path: Path) -> None:
+    for name in ("org/absent", "s3://bucket/model", str(tmp_path / "absent")):
+        absent = spec(model=name)
+        with (
+            pytest.raises(ConfigError, match=rf"the weights of '{name}' cannot be identified: .* give model"),
+            opened(module, tmp_path / "home", absent),
+        ):
+            pass
+        assert not (tmp_path / "home").exists()
+    with opened(module, tmp_path / "home", absent, model="name@1") as at:
+        store(at, 1, range(3))
         assert found(at, range(3)) == [0, 1, 2]
 
 

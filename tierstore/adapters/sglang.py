@@ -43,7 +43,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tierstore.adapters.chunks import nvme_section
 from tierstore.adapters.staged_pages import CLOSE_S, OUTCOMES, StagedPages
-from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
+from tierstore.adapters.vllm.keys import adapters_digest, hub_folder, model_digest
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme.direct_io import padded
@@ -92,7 +92,6 @@ _DRAFT = (
     "speculative_draft_kv_cache_dtype",
     "decrypted_draft_config_file",
 )
-_CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "*.py")
 _GEOMETRY = (
     "layout",
     "page_size",
@@ -817,38 +816,11 @@ def _dtypes(pool: Any) -> dict[str, str]:
 
 
 def _model_digest(args: Any, path: str, revision: str) -> str:
-    """Return a digest of a model's weights and configuration files, or "" if they are not on this machine.
-
-    A model of the Hugging Face hub is looked up in the local cache, so a branch that has moved to another commit is
-    noticed.
-    """
+    """Return the digest of the model that two of SGLang's arguments name, or ""."""
     name = getattr(args, path, None)
     if not name:
         return ""
-    folder = Path(str(name)).expanduser()
-    if not folder.is_dir():
-        found = _cached(
-            str(name), "config.json", getattr(args, revision, None), getattr(args, "download_dir", None)
-        )
-        if found is None:
-            return weights_digest(folder) if folder.is_file() else ""
-        folder = found
-    digest = sha256(weights_digest(folder).encode())
-    for file in sorted({each for kind in _CONFIG_FILES for each in folder.glob(kind)}):
-        content = file.read_bytes()
-        digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-def _cached(name: str, file: str, revision: str | None, folder: str | None) -> Path | None:
-    """Return the folder of a hub model that has this file in the local cache, or None."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, file, cache_dir=folder, revision=revision)
-    except (ImportError, ValueError):  # not the name of a hub model
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    return model_digest(str(name), getattr(args, revision, None), getattr(args, "download_dir", None))
 
 
 def _adapters(args: Any) -> list[Path]:
@@ -863,7 +835,7 @@ def _adapters(args: Any) -> list[Path]:
         name = str(path).rpartition("=")[2]
         folder: Path | None = Path(name).expanduser()
         if folder is not None and not folder.is_dir():
-            folder = _cached(name, "adapter_config.json", None, getattr(args, "download_dir", None))
+            folder = hub_folder(name, "adapter_config.json", None, getattr(args, "download_dir", None))
         if folder is not None:
             folders.append(folder)
     return folders

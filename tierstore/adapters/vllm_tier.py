@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tierstore.adapters.chunks import Chunks, Done, is_whole, nvme_section
-from tierstore.adapters.vllm.keys import adapters_digest, weights_digest
+from tierstore.adapters.vllm.keys import adapters_digest, model_digest
 from tierstore.config import NvmeConfig
 from tierstore.errors import ConfigError
 from tierstore.nvme.tier import NvmeTier
@@ -54,8 +54,11 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
     Args:
         config: The path of a YAML file, or a mapping with the same contents. Only the section ``nvme`` is used.
         model: A name for the weights. It must change whenever the same tokens would produce different KV. By
-            default, weights are identified by the model name given to vLLM and, if that is a local directory,
-            by samples of its files.
+            default, weights are identified by the model name given to vLLM, by samples of the files with weights and by
+            the configuration files. A model of the Hugging Face hub is looked up in the local cache, on the branch
+            main, and is also identified by its commit. Required if vLLM has the model from elsewhere. The tier cannot
+            see settings such as ``--revision``, ``--hf-overrides`` and ``--quantization``. If you use one of these,
+            give a name that changes with it.
         adapters: Directories of all LoRA adapters that are served. vLLM's chunk hashes identify an adapter by
             its name, not by its weights. The files in these directories therefore become part of the
             identity: if an adapter has been retrained, the next start does not find the old chunks.
@@ -129,6 +132,12 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
         nvme = nvme_section(config, "vLLM's CPU tier")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         described = identity(offloading_spec.config, rows.shape[1], model)
+        if model is None and not described["weights"]:
+            raise ConfigError(
+                f"secondary tier {tier_type}: model is missing, and the weights of {described['model']!r} cannot be "
+                "identified: it is neither a local folder nor in the local Hugging Face cache (branch main); give "
+                "model a name that changes with the weights, such as 'org/name@commit'"
+            )
         told = adapters_digest([Path(folder).expanduser() for folder in adapters])
         if told:
             described["adapters"] = told
@@ -216,12 +225,12 @@ def identity(config: Any, chunk_nbytes: int, model: str | None) -> dict[str, Any
 
     ``config`` is vLLM's OffloadingConfig.
     """
-    parallel, folder = config.parallel, Path(config.model.name)
+    parallel = config.parallel
     spread = ("tp_size", "pp_size", "pcp_size", "dcp_size", "world_size")
     return {
         "engine": "vllm",
         "model": config.model.name if model is None else model,
-        "weights": weights_digest(folder) if model is None and folder.exists() else "",
+        "weights": model_digest(config.model.name) if model is None else "",
         "dtype": str(config.model.dtype),
         "chunk_nbytes": chunk_nbytes,
         "tokens_per_hash": config.cache.tokens_per_hash,

@@ -121,6 +121,7 @@ _STORED_OR_RUN = ("_name_or_path", "transformers_version", "architectures", "tor
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "*.py")
 
 
 def identity(vllm_config: Any, model_id: str, loss_class: str = EXACT) -> str:
@@ -172,6 +173,50 @@ def weights_digest(path: Path) -> str:
         digest.update(f"{file.name}\0{size}\0".encode("utf-8", "surrogatepass"))
         _feed_samples(digest, file, size)
     return digest.hexdigest()
+
+
+def model_digest(name: str, revision: str | None = None, cache: str | None = None) -> str:
+    """Return a hex digest of a model's weights and configuration files, or "" if they are not on this machine.
+
+    For a model of the Hugging Face hub, the digest also covers the commit, so it changes when a branch moves to
+    another commit.
+
+    Args:
+        name: A directory, a file with weights, or the name of a model of the hub.
+        revision: A branch, tag or commit of the hub. By default, the branch main.
+        cache: The directory of a cache of the hub to look in first. The default cache is always looked in.
+    """
+    folder, commit = Path(name).expanduser(), ""
+    if folder.is_file():
+        return weights_digest(folder)
+    if not folder.is_dir():
+        places = (hub_folder(name, file, revision, cache) for file in _CONFIG_FILES if "*" not in file)
+        found = next((place for place in places if place is not None), None)
+        if found is None:
+            return ""
+        folder, commit = found, found.name
+    digest = sha256((weights_digest(folder) + commit).encode())
+    for path in sorted({each for kind in _CONFIG_FILES for each in folder.glob(kind)}):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode("utf-8", "surrogatepass") + content)
+    return digest.hexdigest()
+
+
+def hub_folder(name: str, file: str, revision: str | None, cache: str | None) -> Path | None:
+    """Return the directory in which a cache of the Hugging Face hub has this file of a model, or None.
+
+    The directory has the name of the commit. The cache in the directory ``cache`` is looked in before the default one.
+    """
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        for place in (cache, None) if cache else (None,):
+            found = try_to_load_from_cache(name, file, cache_dir=place, revision=revision)
+            if isinstance(found, str):
+                return Path(found).parent
+    except (ImportError, ValueError):  # ValueError: not the name of a hub model
+        pass
+    return None
 
 
 def _feed_samples(digest: hashlib._Hash, file: Path, size: int) -> None:
