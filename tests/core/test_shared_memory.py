@@ -23,15 +23,15 @@ from tierstore.host.shared_memory import Handle, SharedMemory
 
 found = SharedMemory.open(Handle(*map(int, sys.argv[1:])))
 found.close()
-print(found.bytes[:3].tolist(), flush=True)
 found.bytes[-3:] = [7, 8, 9]
+print(found.bytes[:3].tolist(), flush=True)
 input()
 print(found.bytes[:3].tolist(), flush=True)
 """
 
 
 def other_process(handle: Handle) -> subprocess.Popen[str]:
-    """Start a process that maps the memory, prints and changes some of it, and waits for a line of input."""
+    """Start a process that maps the memory, changes and prints some of it, and waits for a line of input."""
     return subprocess.Popen(
         [sys.executable, "-c", _OTHER, *map(str, handle)],
         cwd=ROOT,
@@ -46,10 +46,15 @@ def read(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def is_mapped(address: int) -> bool:
-    """Return whether a memory's mapping starts at this address in this process."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return any(line.startswith(f"{address:x}-") and "memfd:tierstore-host" in line for line in maps)
+def file_of(memory: SharedMemory) -> str:
+    """Return the inode of a memory's file, which identifies it among the mappings of this process."""
+    return str(os.stat(memory.handle.file).st_ino)
+
+
+def is_mapped(file: str) -> bool:
+    """Return whether this process has a mapping of the file of a memory."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(words[4] == file and words[5].startswith("/memfd:tierstore-host") for words in maps)
 
 
 def test_another_process_reads_and_writes_the_same_bytes_and_keeps_them() -> None:
@@ -61,28 +66,28 @@ def test_another_process_reads_and_writes_the_same_bytes_and_keeps_them() -> Non
         assert read(other) == "[1, 2, 3]"
         assert memory.bytes[-3:].tolist() == [7, 8, 9]
         memory.bytes[:3] = [4, 5, 6]
+        file = file_of(memory)
         memory.close()
-        address = memory.bytes.ctypes.data
-        assert is_mapped(address)
+        assert is_mapped(file)
         del memory
         gc.collect()
-        assert not is_mapped(address)
+        assert not is_mapped(file)
         out, _ = other.communicate("\n")
         assert out.strip() == "[4, 5, 6]"
 
 
 def test_memory_stays_mapped_as_long_as_a_view_of_it() -> None:
     memory = SharedMemory.create(NBYTES)
-    address, view = memory.bytes.ctypes.data, memory.bytes[5:9]
+    file, view = file_of(memory), memory.bytes[5:9]
     memory.close()
     memory.close()
     del memory
     gc.collect()
-    assert is_mapped(address)
+    assert is_mapped(file)
     view[:] = 1
     del view
     gc.collect()
-    assert not is_mapped(address)
+    assert not is_mapped(file)
 
 
 def test_only_the_memory_that_a_handle_names_is_opened(tmp_path: Path) -> None:
@@ -108,10 +113,12 @@ def test_only_the_memory_that_a_handle_names_is_opened(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_inherit_the_memory() -> None:
     memory = SharedMemory.create(NBYTES)
+    file = file_of(memory)
     memory.close()
+    assert is_mapped(file)
     child = os.fork()
     if not child:
-        os._exit(is_mapped(memory.bytes.ctypes.data))
+        os._exit(is_mapped(file))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
