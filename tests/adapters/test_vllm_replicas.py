@@ -163,8 +163,10 @@ import json, logging, resource, sys
 from types import SimpleNamespace
 import torch
 from tierstore.adapters.vllm.replicas import VllmPeers, shared_memory
+from tierstore.host.shared_memory import SharedMemory
 
 rank, folder, apart = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "apart"
+fails = sys.argv[3] == "fails"
 logging.basicConfig(stream=sys.stderr)
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=4)
 groups = {ranks: torch.distributed.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
@@ -177,7 +179,19 @@ peers = VllmPeers(group((2 * stage, 2 * stage + 1)), group((column, column + 2))
 if apart and rank == 3:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # it cannot open any file
-found = shared_memory(peers, lambda: 3 << 20)
+
+
+def fail(*_):
+    raise MemoryError(f"no memory on rank {rank}")
+
+
+if fails and rank == 3:
+    SharedMemory.open = fail
+try:
+    found = shared_memory(peers, fail if fails and rank == 0 else lambda: 3 << 20)
+except MemoryError as error:
+    print(error, file=sys.stderr)
+    found = None
 if apart and rank == 3:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 if found is not None:
@@ -187,7 +201,7 @@ print(json.dumps(None if found is None else [len(found.bytes), *found.bytes[:2].
 """
 
 
-@pytest.mark.parametrize("place", ["here", "apart"])
+@pytest.mark.parametrize("place", ["here", "apart", "fails"])
 def test_stages_share_memory_or_no_rank_shares_any(place: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -206,6 +220,11 @@ def test_stages_share_memory_or_no_rank_shares_any(place: str, tmp_path: Path) -
     if place == "here":
         assert found == [[3 << 20, 1, 2]] * 2 + [[3 << 20, 3, 4]] * 2
         assert not any(warnings)
+    elif place == "fails":  # the first rank of the first stage, and the second rank of the other stage
+        assert found == [None] * 4
+        assert warnings == [False, False, True, False]
+        for rank in (0, 3):
+            assert f"no memory on rank {rank}" in ended[rank][1]
     else:
         assert found == [None] * 4
         assert warnings == [

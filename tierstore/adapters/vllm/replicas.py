@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tierstore.errors import ConfigError
 from tierstore.host.shared_memory import Handle, SharedMemory
 
 if TYPE_CHECKING:
@@ -77,29 +76,27 @@ def shared_memory(peers: Peers, nbytes: Callable[[], int]) -> SharedMemory | Non
         nbytes: Returns the size of the memory in bytes, the same on all ranks of a stage. Called on the first rank.
 
     Raises:
-        ConfigError: Raised by ``nbytes``.
+        Exception: ``nbytes`` raised it, or memory could not be shared for a reason other than an OSError. It is raised
+            after all ranks have agreed not to share memory.
     """
     mine: SharedMemory | None = None
-    failure: ConfigError | None = None
     reason = ""
-    if peers.first:
-        try:
+    try:
+        if peers.first:
             mine = SharedMemory.create(nbytes())
-        except ConfigError as error:
-            failure = error
-        except OSError as error:
-            reason = str(error)
-    handle = Handle(*peers.summed((0, 0, 0, 0) if mine is None else mine.handle))
-    if not peers.first and handle.pid:
+    except OSError as error:
+        reason = str(error)
+    finally:  # after any exception too, because the other ranks wait for this one
+        handle = Handle(*peers.summed((0, 0, 0, 0) if mine is None else mine.handle))
         try:
-            mine = SharedMemory.open(handle)
+            if not peers.first and handle.pid:
+                mine = SharedMemory.open(handle)
         except OSError as error:
             reason = str(error)
-    agreed = peers.all_agree(mine is not None)
-    if mine is not None:
-        mine.close()
-    if failure is not None:
-        raise failure
+        finally:
+            agreed = peers.all_agree(mine is not None)
+            if mine is not None:
+                mine.close()
     if agreed:
         if peers.first:
             _log.info(
