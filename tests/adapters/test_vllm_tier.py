@@ -365,7 +365,7 @@ def test_layers_with_states_need_the_dtypes_of_states(layer: str, module: Module
             assert found(at, range(3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("size", [None, 0, "1"])
+@pytest.mark.parametrize("size", [None, 0, "1", True])
 def test_context_parallelism_needs_the_size_of_its_pieces(
     size: Any, module: ModuleType, tmp_path: Path
 ) -> None:

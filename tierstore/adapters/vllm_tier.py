@@ -69,7 +69,9 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
             list if no layer has one.
         cp_kv_cache_interleave_size: The value of ``--cp-kv-cache-interleave-size``. Required with decode context
             parallelism, which distributes the tokens of a block over ranks in pieces of this size. The tier cannot see
-            the setting, so the value becomes part of the identity.
+            the setting, so the value becomes part of the identity. Always give vLLM the flag too: without it, the size
+            is 1, or the block size of one rank if any connector is NixlConnector. The flag
+            ``--dcp-kv-cache-interleave-size`` must not be set to a value above 1, which would replace this one.
         enable_kv_events: Whether to publish events for chunks that are stored and removed. Has no effect
             unless vLLM's own KV events are enabled.
         locality: The value of vLLM's ``Locality`` to set in these events, or None.
@@ -120,12 +122,13 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 "no layer has a state"
             )
         piece, context_ranks = cp_kv_cache_interleave_size, offloading_spec.config.parallel.dcp_size
-        if context_ranks > 1 and (not isinstance(piece, int) or piece < 1):
+        if context_ranks > 1 and (not isinstance(piece, int) or isinstance(piece, bool) or piece < 1):
             raise ConfigError(
                 f"secondary tier {tier_type}: with decode_context_parallel_size {context_ranks}, "
                 f"cp_kv_cache_interleave_size must be a number of tokens, got {piece!r}: tokens are distributed over "
-                "ranks in pieces of a size that vLLM does not report to this tier; give the value of "
-                "--cp-kv-cache-interleave-size, which is 1 by default"
+                "ranks in pieces of a size that vLLM does not report to this tier; start vLLM with "
+                "--cp-kv-cache-interleave-size and give the same value here (without the flag, the size is 1, or the "
+                "block size if NixlConnector is used)"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
