@@ -73,11 +73,6 @@ BUGS = [
         "",
     ),
     Bug(
-        "every page of a run may evict a page",
-        "                if places and copied:\n                    break\n",
-        "",
-    ),
-    Bug(
         "a mirror of a pinned copy keeps its queue",
         "        if self._memory_only.lowest_for(key) != tier:\n            self.settle_mirror",
         "        if False:\n            self.settle_mirror",

@@ -137,3 +137,33 @@ def test_of_pages_that_arrive_together_only_the_last_can_be_evicted() -> None:
     residency.commit(SIX[3:], Tier.HOST, slots[3:], parents=SIX[2:5])
     assert list(residency.tables[Tier.HOST].droppable) == [SIX[5]]
     check_residency(residency)
+
+
+def require_only_the_first_page_of_a_load_to_evict(room: ModuleType) -> None:
+    """Assert that a load into a full tier evicts one page, and ends after the page that takes its slot."""
+    residency = residency_of(room, SIX)
+    hbm = residency.tables[Tier.HBM]
+    places = residency.reserve(SIX[:3], Tier.HBM, src=Tier.HOST)
+    slots, sources = zip(*places, strict=True)
+    residency.commit(SIX[:3], Tier.HBM, slots, Tier.HOST, sources)
+    for number in (7, 8, 9):
+        residency.reserve((PageKey(bytes([number]) * 36),), Tier.HBM, pins=1)
+    assert not hbm.free
+    assert len(residency.reserve(SIX[3:], Tier.HBM, src=Tier.HOST)) == 1
+    assert sum(key in hbm.copies for key in SIX[:3]) == 2
+    check_residency(residency)
+
+
+def test_only_the_first_page_of_a_load_evicts_another() -> None:
+    require_only_the_first_page_of_a_load_to_evict(module)
+
+
+@pytest.mark.deep
+def test_a_load_whose_later_pages_evict_others_is_noticed() -> None:
+    bug = Bug(
+        "every page of a load may evict a page",
+        "                if places and copied:\n                    break\n",
+        "",
+    )
+    with pytest.raises(AssertionError):
+        require_only_the_first_page_of_a_load_to_evict(load(module, bug))
