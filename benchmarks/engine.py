@@ -258,7 +258,7 @@ class EngineRig:
         report = self.half.report()
         acks = () if report is None else report.acks[0]
         if any(not ack.ok for ack in acks):
-            raise RuntimeError("the worker half reported a copy that failed")
+            raise RuntimeError("the worker half reported a failed copy")
         return len(acks)
 
     def _wait_pinned(self) -> None:

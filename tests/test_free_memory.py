@@ -285,8 +285,8 @@ def test_a_host_tier_beyond_the_groups_limit_is_refused_with_limit_use_and_remed
     with pytest.raises(ConfigError) as refused:
         TierStore.open(config, SPEC)
     assert str(refused.value) == (
-        "host.capacity needs 1 GiB (1,073,741,824 bytes) of memory, but only 380 MiB (398,458,880 bytes) are free: "
-        "memory.max of the control group /box is 500 MiB (524,288,000 bytes), and 120 MiB (125,829,120 bytes) are "
+        "host.capacity needs 1 GiB (1,073,741,824 bytes) of memory, but only 380 MiB (398,458,880 bytes) is free: "
+        "memory.max of the control group /box is 500 MiB (524,288,000 bytes), and 120 MiB (125,829,120 bytes) is "
         "in use, not counting the page cache; lower host.capacity, raise the limit, or free memory used by other "
         "programs"
     )

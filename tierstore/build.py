@@ -155,7 +155,7 @@ def check_device_memory(layout: PageLayout, hbm_slots: int | None, device: HbmDe
         return
     raise ConfigError(
         f"hbm.capacity needs {exact_size(hbm_slots * layout.slot_nbytes)} of device memory, but only "
-        f"{exact_size(available)} are free; lower hbm.capacity or free device memory"
+        f"{exact_size(available)} is free; lower hbm.capacity or free device memory"
     )
 
 

@@ -239,7 +239,7 @@ def require_key_list(keys: Sequence[PageKey]) -> None:
     _require_list(keys)
     if any(not issubclass(kind, bytes) for kind in set(map(type, keys))):
         strange = next(key for key in keys if not isinstance(key, bytes))
-        raise TypeError(f"keys must contain page keys (see TierStore.keys), got {strange!r:.60}")
+        raise TypeError(f"keys must contain only page keys (see TierStore.keys), got {strange!r:.60}")
 
 
 def _require_list(keys: Sequence[PageKey]) -> None:

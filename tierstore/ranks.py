@@ -219,8 +219,8 @@ def merged_disk(disks: Sequence[Disk], replicas: int = 1) -> tuple[Disk, tuple[P
 
     Returns:
         A Disk with the records that every rank has, the largest record size and the smallest budget; and the keys of
-            the records that only some ranks have, which must be erased. Of ``replicas`` consecutive ranks, only the
-            owner of a record must have it.
+            the records that only some ranks have, which must be erased. In each group of
+            ``replicas`` consecutive ranks, it is enough that the owner of a record has it.
     """
     groups = [disks[start : start + replicas] for start in range(0, len(disks), replicas)]
     by_rank = [{key: (parent, nbytes) for key, parent, nbytes in _owned(group)} for group in groups]

@@ -494,7 +494,7 @@ class TierStore:
         """
         self._pump.require_open()
         if self._parts.pool is None:
-            raise ConfigError("pages needs hbm.owner: store, but the engine owns HBM here")
+            raise ConfigError("TierStore.pages needs hbm.owner: store, but the engine owns HBM here")
         return self._parts.pool.pages
 
     def allocate(self, n: int, timeout_s: float = 1.0) -> list[int]:

@@ -27,7 +27,7 @@ _LONGEST_WAIT_S = 1e9
 
 
 def format_size(nbytes: int) -> str:
-    """Return a size for humans, with a binary unit and at most four integer digits: "1.5 KiB"."""
+    """Return a human-readable size with a binary unit and at most four integer digits, such as "1.5 KiB"."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -463,7 +463,9 @@ class Hint:
         object.__setattr__(self, "keys", tuple(self.keys))
         strange = [key for key in self.keys if not isinstance(key, bytes)]
         if strange:
-            raise ValueError(f"Hint.keys must contain page keys (see TierStore.keys), got {strange[0]!r:.60}")
+            raise ValueError(
+                f"Hint.keys must contain only page keys (see TierStore.keys), got {strange[0]!r:.60}"
+            )
         if not isinstance(self.request_id, str):
             raise ValueError(f"Hint.request_id must be a string, got {self.request_id!r:.60}")
         for name in ("revision", "priority"):

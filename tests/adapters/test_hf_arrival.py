@@ -1,4 +1,4 @@
-"""Test prefixes that arrive layer by layer: each layer is used once it has arrived, and lost pages are recomputed."""
+"""Tests of prefixes that arrive layer by layer: a layer is used once it has arrived; lost pages are recomputed."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test batches, several answers to one prompt, and beams. Results equal those of plain transformers."""
+"""Tests of batches, several answers to one prompt, and beams. Results equal those of plain transformers."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test assisted decoding: each page holds the K/V of the same tokens for a model and for its draft model."""
+"""Tests of assisted decoding: each page holds the K/V of the same tokens for a model and for its draft model."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

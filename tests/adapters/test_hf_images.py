@@ -1,4 +1,4 @@
-"""Test image-and-text models: image requests are refused, and text requests are correct after any other request."""
+"""Tests of image-and-text models: image requests are refused, and text requests are correct after any other request."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test misuse that could cause a wrong byte, an unclear error or a lost page: it is refused or handled correctly."""
+"""Test that misuse is refused or handled correctly, and causes no wrong byte, unclear error or lost page."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test prompts while HBM is full of dirty pages, or while another request is still writing pages that they need."""
+"""Tests of prompts while HBM is full of dirty pages, or while another request is still writing pages that they need."""
 
 from __future__ import annotations
 
@@ -172,10 +172,11 @@ Late = tuple[TierStoreCache, Callable[[], None], AwaitedEvent]
 
 
 def beside_another(bench: Bench, model: LlamaForCausalLM, prompt: list[int], timeout_s: float) -> Late:
-    """Return a cache for a prompt whose pages another request is still writing.
+    """Return a cache for ``prompt``, a function and an event.
 
-    When the cache puts its pages, the store returns the slots of the other request. Also returns a function that
-    writes the content of these slots, and the other request's event.
+    Another request has put the pages of the prompt, but has not written them. When the cache puts its own pages, the
+    store returns the slots of the other request instead. The function writes the pages to these slots and then
+    signals the event, for which the pages of both requests wait.
     """
     store, keys = bench.store, bench.store.keys(prompt)
     ask(store, model, prompt)

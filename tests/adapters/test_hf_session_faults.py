@@ -1,4 +1,4 @@
-"""Test failing turns, sessions used after their end, and pages that do not fit: no page is lost or wrong."""
+"""Tests of failing turns, sessions used after their end, and pages that do not fit: no page is lost or wrong."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test chats: a turn computes its new tokens and one more, a fork shares the common pages, and sessions expire."""
+"""Tests of chats: a turn computes its new tokens and one more, a fork shares the common pages, and sessions expire."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

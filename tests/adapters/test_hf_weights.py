@@ -1,4 +1,4 @@
-"""Test changes of weights and adapters while a store is open: each version of a model reuses only its own pages."""
+"""Tests of changes of weights and adapters while a store is open: each version of a model reuses only its own pages."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

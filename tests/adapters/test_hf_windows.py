@@ -1,4 +1,4 @@
-"""Test sliding windows: pages before the window are released, and answers equal those of plain transformers."""
+"""Tests of sliding windows: pages before the window are released, and answers equal those of plain transformers."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations

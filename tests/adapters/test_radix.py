@@ -1,4 +1,4 @@
-"""Test cases of the radix index: prompts that diverge inside a page, the order of evictions, and rejected input."""
+"""Tests of the radix index: prompts that diverge inside a page, the order of evictions, and rejected input."""
 
 from __future__ import annotations
 

@@ -383,11 +383,17 @@ def test_calls_from_several_threads_see_whole_pages(module: ModuleType, tmp_path
     ("more", "named"),
     [
         ({"extra": {"root": "x"}}, "unknown keys root; known keys are backend_name"),
-        ({"extra": {"model": " "}}, "model must be a name for the weights and not blank, got ' '"),
+        ({"extra": {"model": " "}}, "model must be a non-blank name for the weights, got ' '"),
         ({"extra": {"staging": "much"}}, "staging must be a size .* got 'much'"),
         ({"extra": {"config": {}}}, "nvme is missing"),
-        ({"nvme": {"codec": "exp"}}, "nvme.codec must be none below SGLang's host memory, got exp"),
-        ({"nvme": {"admission": "cost"}}, "nvme.admission must be all below SGLang's host memory, got cost"),
+        (
+            {"nvme": {"codec": "exp"}},
+            "nvme.codec must be none for an NVMe tier below SGLang's host memory, got exp",
+        ),
+        (
+            {"nvme": {"admission": "cost"}},
+            "nvme.admission must be all for an NVMe tier below SGLang's host memory, got cost",
+        ),
         ({"dcp_size": 2}, "decode context parallelism is not supported"),
         ({"nvme": {"capacity": 1000}}, "nvme.capacity must be at least"),
     ],

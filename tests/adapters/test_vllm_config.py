@@ -239,8 +239,14 @@ def test_heads_of_attention_are_encoded(specs: list[Any], heads: Heads) -> None:
         ([stub.FullAttentionSpec(2, 64, BF16, kv_quant_mode=1)], "keep KV in bfloat16, quantized by vLLM"),
         ([MLAAttentionSpec(2, 512, BF16, 0, state_content_bytes=656)], "layers group.0 keep packed KV"),
         ([MLAAttentionSpec(2, 512, BF16, 0, tokens_per_state=4)], "layers group.0 keep packed KV"),
-        ([stub.FullAttentionSpec(2), stub.MambaSpec(2)], "layers group.1 keep recurrent states"),
-        ([stub.FullAttentionSpec(2), stub.CircularBufferSpec(2)], "group.1 keep a CircularBufferSpec"),
+        (
+            [stub.FullAttentionSpec(2), stub.MambaSpec(2)],
+            r"cannot encode recurrent states \(layers group\.1\)",
+        ),
+        (
+            [stub.FullAttentionSpec(2), stub.CircularBufferSpec(2)],
+            "cannot encode KV of type CircularBufferSpec",
+        ),
         (
             [stub.FullAttentionSpec(2, 64, BF16), stub.FullAttentionSpec(2, 128, BF16)],
             "2 x 64 elements of bfloat16 .*layers group.0.* and 2 x 128 elements of bfloat16 .*layers group.1",

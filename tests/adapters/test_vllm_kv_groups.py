@@ -1,4 +1,4 @@
-"""Test KV groups: what a hit needs from each group, which parent each page has, and which models are refused."""
+"""Tests of KV groups: what a hit needs from each group, which parent each page has, and which models are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test messages between scheduler and workers, block tables, and the queue of commands that wait for the engine."""
+"""Tests of the messages between scheduler and workers, of block tables, and of commands that wait for events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test ranks with the same KV (MLA): they store each page once, in host memory that all of them map."""
+"""Tests of ranks with the same KV (MLA): they store each page once, in host memory that all of them map."""
 
 from __future__ import annotations
 

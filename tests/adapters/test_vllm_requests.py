@@ -1,4 +1,4 @@
-"""Test requests through the whole connector: loads, failures, aborts, reused ids and changed weights."""
+"""Tests of requests through the whole connector: loads, failures, aborts, reused ids and changed weights."""
 
 from __future__ import annotations
 

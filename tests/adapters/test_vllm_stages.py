@@ -1,4 +1,4 @@
-"""Test pipeline stages: each rank has its own shard, which contains the layers of the rank's stage."""
+"""Tests of pipeline stages: each rank has its own shard, which contains the layers of the rank's stage."""
 
 from __future__ import annotations
 

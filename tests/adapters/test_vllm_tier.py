@@ -419,7 +419,9 @@ def test_settings_that_would_have_no_effect_are_refused(
 def test_unknown_or_missing_settings_are_named(module: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown keys root_dir; known keys are config, model, adapters"):
         module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, root_dir="x")
-    with pytest.raises(ConfigError, match=r"model must be a name for the weights .*, got ' '; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"model must be a non-blank name for the weights, got ' '; leave it out"
+    ):
         module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, model=" ")
     with pytest.raises(ConfigError, match=r"state_dtypes must be a list of names .* got 'float16'"):
         module.TierStoreTier(spec(), memoryview(b""), "TierStoreTier", config={}, state_dtypes="float16")

@@ -1,4 +1,4 @@
-"""Test damaged archives: the file is refused or the damaged pages are named, and no wrong byte is imported."""
+"""Tests of damaged archives: the file is refused or the damaged pages are named, and no wrong byte is imported."""
 
 from __future__ import annotations
 

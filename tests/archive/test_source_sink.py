@@ -1,4 +1,4 @@
-"""Test calls that run ahead: ordered results, a limit on running calls, and no call running after the consumer ends."""
+"""Tests of calls that run ahead: results are in order, running calls are limited, and none outlives the consumer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kill campaign: many times, it kills a process that uses a directory, and checks what the process left.
+"""The kill campaign: repeatedly kills a process that uses a directory, and checks what the process left in it.
 
 In each turn, a child process (the victim) opens the directory, sometimes with another capacity or payload than before.
 It is killed while it opens the directory, or after a random number of calls. Then another child takes a look: it opens

@@ -1,4 +1,4 @@
-"""Test payloads: their length and format, which pages are left raw, and how invalid payloads are rejected."""
+"""Tests of payloads: their length and format, which pages are left raw, and how invalid payloads are rejected."""
 
 from __future__ import annotations
 

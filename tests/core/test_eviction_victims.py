@@ -1,4 +1,4 @@
-"""Tests of which records are evicted so that a larger one fits into the byte budget."""
+"""Test which records are evicted to make space in the byte budget for a larger record."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def config(home: Path, *, hbm: int = 8, host: int | None = 16, **nvme_more: obje
 
 @pytest.fixture(params=["lmdb", "extents"])
 def home(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return a directory that contains the pages of ``WARMED`` and is not open in any store."""
+    """Return the directory of a closed store that contains the pages of ``WARMED``."""
     home = tmp_path / "home"
     with TierStore.open(tiers(8, 16, home, nvme_more={"payload": request.param}), SPEC) as store:
         write(store, WARMED)

@@ -145,7 +145,7 @@ def test_hbm_beyond_free_device_memory_is_refused_with_the_free_size() -> None:
         ConfigError, match=r"hbm\.capacity needs .* \([0-9,]+ bytes\) of device memory"
     ) as refused:
         TierStore.open(tiers(2, 2, hbm_more={"capacity": "900TiB"}), SPEC)
-    assert re.search(r"only .* \([0-9,]+ bytes\) are free", str(refused.value))
+    assert re.search(r"only .* \([0-9,]+ bytes\) is free", str(refused.value))
 
 
 def test_missing_gpu_is_refused_with_those_present() -> None:

@@ -1,4 +1,4 @@
-"""Test reads in which separate threads check the pages: correct pages, misses and acks, and a clean close."""
+"""Tests of reads in which separate threads check the pages: correct pages, misses and acks, and a clean close."""
 
 from __future__ import annotations
 

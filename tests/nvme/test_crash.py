@@ -1,4 +1,4 @@
-"""Test kills, forks and exits without a close: pages that were synced survive, and no page has wrong bytes."""
+"""Tests of kills, forks and exits without a close: pages that were synced survive, and no page has wrong bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test extent files on disks that refuse writes, hang or lose bytes: failures and misses, no wrong bytes, no signal."""
+"""Tests of extent files on disks that refuse writes, hang or lose bytes: misses, but no wrong bytes and no signal."""
 
 from __future__ import annotations
 

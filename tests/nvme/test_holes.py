@@ -1,4 +1,4 @@
-"""Test free blocks of extent files: best-fit allocation, and moving records when every free run is too short."""
+"""Tests of free blocks of extent files: best-fit allocation, and moving records when every free run is too short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test damaged page headers of large values: opening detects them before LMDB frees the pages that they claim."""
+"""Tests of damaged page headers of large values: opening detects them before LMDB frees the pages that they claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test file systems that cannot preallocate: files are filled with zeros instead, and a full disk is still detected."""
+"""Tests on file systems that cannot preallocate: files are filled with zeros, and a full disk is detected."""
 
 from __future__ import annotations
 

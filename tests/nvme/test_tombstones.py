@@ -1,4 +1,4 @@
-"""Test erases that the disk refuses: tombstones keep their keys, and the next open deletes the records."""
+"""Tests of erases that the disk refuses: tombstones keep their keys, and the next open deletes the records."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ DAMAGES: dict[str, tuple[Callable[[Hurt], object], str]] = {
     ),
     "a free list that names a page beyond the file": (
         lambda hurt: hurt.number("<Q", hurt.free() + 8, lambda n: n + (1 << 31)),
-        "beyond the file",
+        "beyond the end of the file",
     ),
     "a free list that is out of order": (
         lambda hurt: hurt.number("<Q", hurt.free() + 16, lambda n: n + (1 << 20)),

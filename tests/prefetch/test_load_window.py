@@ -87,5 +87,5 @@ def test_link_is_not_idle_between_two_half_windows() -> None:
 
 
 def test_a_window_refilled_only_when_all_pages_have_arrived_would_leave_the_link_idle() -> None:
-    """Show that the simulated link is idle for a long time without ``LoadWindow``, so the previous test can fail."""
+    """Check that the simulation detects an idle link: without ``LoadWindow``, the link is idle for a long time."""
     assert idle_s(lambda _, arriving: MOST - arriving, lambda _: None) > 16 * TURN_S

@@ -121,7 +121,7 @@ def test_simulator_uses_the_same_classes_as_a_store(tmp_path: Path) -> None:
 
 
 def returning(tmp_path: Path) -> Trace:
-    """Return a trace of chats and of prompts that occur once. A plain LRU evicts each chat before its next turn."""
+    """Return a trace of chats, and of prompts that occur only once. LRU evicts each chat before its next turn."""
     fresh = itertools.count(10_000)
     rows = []
     for turn in range(1, lanes.examples(26, 40)):

@@ -1,4 +1,4 @@
-"""Test many requests at the same time, some of them cancelled, while their pages are moved and evicted.
+"""Tests of many requests at the same time, some of them cancelled, while their pages are moved and evicted.
 
 All answers must equal those of transformers.
 """

@@ -1,4 +1,4 @@
-"""Faults between two clients: damage to the directory of a closed store."""
+"""Damage to the directory of a store, done after a client has closed the store and before the next client opens it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Vandal:
         self._deck.append(name)
 
     def look(self) -> str | None:
-        """Check, after the next client has ended, that it left foreign files alone. Returns what is wrong, or None."""
+        """Check that the last client left foreign files alone. Return a description of the fault, or None."""
         for name, want in self._strange.items():
             found = list(self.home.rglob(name))
             if len(found) != 1 or found[0].read_bytes() != want:

@@ -397,8 +397,8 @@ def test_pages_that_a_codec_does_not_encode_are_refused_at_open() -> None:
 def test_archive_moves_encoded_pages_between_equal_stores(tmp_path: Path, flushed: bool) -> None:
     """Export pages of a store that encodes them, and import them into a second such store.
 
-    Pages on disk are exported encoded, pages that are only in memory decoded. The second store encodes decoded pages
-    again, so these pages may differ slightly.
+    Pages on disk are exported in encoded form. Pages that are only in memory are decoded before they are exported, and
+    the second store encodes them again, so these pages may differ slightly.
     """
     keys = chain(3, "a")
     with open_store(tmp_path / "one" if flushed else None) as store:

@@ -1,8 +1,8 @@
 """Runs Python programs in separate processes in which torch and the store are already imported.
 
-A server imports these modules once and forks a child for each program. A child is a real process with its own PID, file
-descriptors and exit code, but it starts in a hundredth of the time that importing torch takes. Tests of the start
-itself (imports, hash seeds, options of the interpreter) run Python with ``subprocess`` instead.
+A server process imports torch and the store once, and forks a child for each program. A child is a real process with
+its own PID, file descriptors and exit code. Starting a child takes a hundredth of the time of importing torch. Tests of
+the start of a Python process (imports, hash seeds, options of the interpreter) use ``subprocess`` instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test models with sliding windows in separate KV groups: answers equal those of vLLM without a connector."""
+"""Tests of models with sliding windows in separate KV groups: answers equal those of vLLM without a connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test engines that only store, only load, or have no prefix caching, and requests that must not use cached KV."""
+"""Tests of engines that only store, only load, or have no prefix caching, and requests that must not use cached KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test models with recurrent states and attention: with pages from any tier, answers equal those of plain vLLM."""
+"""Tests of models with recurrent states and attention: with pages from any tier, answers equal those of plain vLLM."""
 
 from __future__ import annotations
 

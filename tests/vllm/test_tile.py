@@ -1,4 +1,4 @@
-"""Test more documents than the engine's pool holds, in an order without LRU hits, and compare with vLLM's own tiers."""
+"""Tests with more documents than the engine's pool holds, in an order without LRU hits, beside vLLM's own tiers."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ def nvme_section(
         value = getattr(nvme, name)
         if value not in allowed:
             known = " or ".join(map(str, allowed))
-            raise ConfigError(f"nvme.{name} must be {known} below {below}, got {value}")
+            raise ConfigError(f"nvme.{name} must be {known} for an NVMe tier below {below}, got {value}")
     return nvme
 
 

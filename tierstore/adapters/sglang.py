@@ -142,7 +142,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         model = settings.get("model")
         if model is not None and (not isinstance(model, str) or not model.strip()):
             raise ConfigError(
-                f"hicache-storage-backend-extra-config: model must be a name for the weights and not blank, got "
+                f"hicache-storage-backend-extra-config: model must be a non-blank name for the weights, got "
                 f"{model!r}; leave it out to identify the weights by SGLang's model path and the model's files"
             )
         if storage_config.dcp_size > 1:
@@ -636,7 +636,7 @@ class _Tensors:
         ]
 
     def have(self, nbytes: int) -> bool:
-        """Return whether there are only contiguous tensors of this size in bytes."""
+        """Return whether every page is a contiguous tensor of ``nbytes`` bytes."""
         return all(page is not None and page.nbytes == nbytes for page in self._pages)
 
     def fill(self, page: int, row: NDArray[np.uint8]) -> None:

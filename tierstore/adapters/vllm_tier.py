@@ -105,7 +105,7 @@ class TierStoreTier(SecondaryTierManager):  # type: ignore[misc]
             )
         if model is not None and not model.strip():
             raise ConfigError(
-                f"secondary tier {tier_type}: model must be a name for the weights and not blank, got {model!r}; "
+                f"secondary tier {tier_type}: model must be a non-blank name for the weights, got {model!r}; "
                 "leave it out to identify the weights by vLLM's model name and the model's files"
             )
         if isinstance(state_dtypes, str) or not all(isinstance(name, str) for name in state_dtypes or ()):

@@ -166,7 +166,7 @@ class Pool:
         if free is not None and wanted > free:
             raise ConfigError(
                 f"K and V of {tokens} tokens in {layers} layers take {format_size(wanted)} (one copy in pages and "
-                f"one contiguous copy), but only {format_size(free)} are free; use fewer tokens or layers"
+                f"one contiguous copy), but only {format_size(free)} is free; use fewer tokens or layers"
             )
         self.pages = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         for first in range(0, len(self.pages), 64):

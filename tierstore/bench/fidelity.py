@@ -70,11 +70,11 @@ GOALS = {
 class CodecRow:
     """Results of one codec on all texts together.
 
-    Rates are in MB/s (10^6 bytes of uncompressed pages per second), by the CPU time of one core. ``rel_error`` is
-    the norm of the errors divided by the norm of the values; ``rel_error_k`` and ``rel_error_v`` are the same for K
-    alone and for V alone. ``kl`` is the mean divergence over all tokens in nats, and ``kl_error`` is the standard
-    error of ``kl`` over the texts (0 for a single text). ``top1`` is the share of positions with the same most
-    likely token. ``kl``, ``kl_error`` and ``top1`` are None if no model is used.
+    Rates are in MB (10^6 bytes) of uncompressed pages per second of CPU time, on one core. ``rel_error`` is the
+    norm of the errors divided by the norm of the values; ``rel_error_k`` and ``rel_error_v`` are the same for K
+    alone and for V alone. ``kl`` is the mean divergence over all tokens in nats, and ``kl_error`` is the
+    standard error of ``kl`` over the texts (0 for a single text). ``top1`` is the share of positions with the
+    same most likely token. ``kl``, ``kl_error`` and ``top1`` are None if no model is used.
     """
 
     codec: str

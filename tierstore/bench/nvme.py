@@ -1,4 +1,4 @@
-"""Benchmark of the NVME tier against the raw disk, and of the stalls that it causes in other threads.
+"""Benchmark of the NVMe tier against the raw disk, and of the stalls that it causes in other threads.
 
 A contender is a way to store pages: the tier, or a raw file. Each run of a contender is paired with a run of
 the raw file just before or after it, and every run uses new files. In a run, one thread first writes all pages so
@@ -156,7 +156,7 @@ class SmallPages(RawFile):
 
 
 class TierRecords(Contender):
-    """The NVME tier. Unlike the raw file, it verifies checksums and also writes a catalogue."""
+    """The NVMe tier. Unlike the raw file, it verifies checksums and also writes a catalogue."""
 
     def __init__(self, folder: Path, load: Load, payload: str, nbytes: int = 0) -> None:
         """Open the tier.
@@ -184,7 +184,7 @@ class TierRecords(Contender):
         self._wait(len(pieces))
         self._written += len(self.load.pages)
         if not self._tier.sync(_PATIENCE_S):
-            raise OSError("the NVME tier could not make the written pages durable")
+            raise OSError("the NVMe tier could not make the written pages durable")
 
     def read(self, out: Bytes) -> None:
         """Read back the pages that the last call to ``write`` stored."""
@@ -218,11 +218,11 @@ class TierRecords(Contender):
         left = transfers
         while left:
             if not self._done.wait(_PATIENCE_S):
-                raise OSError(f"the NVME tier made no progress for {_PATIENCE_S:.0f} s")
+                raise OSError(f"the NVMe tier made no progress for {_PATIENCE_S:.0f} s")
             self._done.clear()
             for ack in self._tier.poll():
                 if not ack.ok:
-                    raise OSError(f"the NVME tier could not store or read a page: {ack.failures[0][1].value}")
+                    raise OSError(f"the NVMe tier could not store or read a page: {ack.failures[0][1].value}")
                 left -= 1
 
     def _transfer(self, number: int, piece: Sequence[int], first: int, src: Tier, dst: Tier) -> Transfer:
@@ -294,10 +294,10 @@ OPS = ("write", "read")
 
 
 class Run(NamedTuple):
-    """Cost of writing or reading all pages of a load.
+    """Cost of writing or reading all pages of a ``Load``.
 
     ``seconds`` is the elapsed time, ``cpu`` is the CPU time of the process in seconds, and ``disk_nbytes`` is the
-    number of bytes that the disk moved (0 if unknown).
+    number of bytes that were written to the disk or read from it (0 if unknown).
     """
 
     seconds: float
@@ -334,7 +334,7 @@ class DiskRow:
 def ways(payloads: list[str]) -> dict[str, Make]:
     """Return the constructors of the contenders by name.
 
-    The contenders are the tier with each of ``payloads``, and a raw file that uses ordinary memory.
+    The contenders are the NVMe tier with each of ``payloads``, and a raw file (see ``SmallPages``).
     """
     tiers: dict[str, Make] = {payload: partial(TierRecords, payload=payload) for payload in payloads}
     return {**tiers, "raw, 4 KiB pages": SmallPages}

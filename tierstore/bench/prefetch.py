@@ -296,8 +296,8 @@ class Outcome:
     """Results of a run. Times are in seconds.
 
     ``ttfts`` contains each request's time to first token. ``busy_s`` is the time that the server spent on prefill.
-    ``makespan`` is the time from the first arrival to the end of the last answer. ``brought``, ``useful`` and
-    ``late`` are explained at ``Ahead``. ``too_long`` is the number of requests left out because HBM is too small.
+    ``makespan`` is the time from the first arrival to the end of the last answer. For ``brought``,
+    ``useful`` and ``late``, see ``Ahead``. ``too_long`` is the number of requests left out because HBM is too small.
     """
 
     stalls: list[float] = field(default_factory=list)

@@ -156,7 +156,7 @@ def nvme(
     ] = Path(),
     as_json: Json = False,
 ) -> None:
-    """Compare the NVME tier with the raw disk, with plain LMDB, and with one file per page.
+    """Compare the NVMe tier with the raw disk, with plain LMDB, and with one file per page.
 
     Also measures how long other threads of the process stall while pages are written and read. With the default
     sizes, it writes about 100 GiB in all, uses at most 3 GiB of disk space at a time, and takes a few minutes, or
@@ -706,8 +706,8 @@ def overlap(
 ) -> None:
     """Measure how well computing overlaps with copying pages.
 
-    First, a lease is restored from host memory while each layer is computed as soon as it has arrived. Then,
-    memory-bound kernels run alongside each kind of copy.
+    The first part restores a lease from host memory, and computes each layer as soon as the layer has arrived.
+    The second part runs memory-bound kernels during each kind of copy.
     """
     from tierstore.bench.link import device_of
     from tierstore.bench.overlap import host_nbytes, overlap_rows, pages_of

@@ -91,7 +91,7 @@ def every_check(path: Path) -> Iterator[Check]:
     """Yield all checks in display order.
 
     Args:
-        path: Intended directory of the NVME tier. Probe files are created in it, or in its nearest parent that
+        path: Intended directory of the NVMe tier. Probe files are created in it, or in its nearest parent that
             exists, and removed.
     """
     yield python()
@@ -239,7 +239,7 @@ def disk(path: Path, place: Path) -> Check:
 
 
 def direct_io(place: Path) -> Check:
-    """Check whether direct I/O works in the folder ``place``: run the NVME tier's self-test on a probe file."""
+    """Check whether direct I/O works in the folder ``place``: run the NVMe tier's self-test on a probe file."""
     from tierstore.nvme.direct_io import round_trip
 
     try:
@@ -261,7 +261,7 @@ def direct_io(place: Path) -> Check:
 
 
 def disk_speed(place: Path) -> Iterator[Check]:
-    """Measure the disk speeds from which the NVME tier derives its ``auto`` settings.
+    """Measure the disk speeds from which the NVMe tier derives its ``auto`` settings.
 
     Writes and reads 32 MiB in a temporary file in ``place``. Yields nothing if direct I/O does not work.
     """

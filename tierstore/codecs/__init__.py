@@ -42,7 +42,7 @@ class PageEncoder(Protocol):
     def encode(self, page: NDArray[np.uint8], out: NDArray[np.uint8]) -> int | None:
         """Write the payload of ``page`` into ``out`` and return its length in bytes.
 
-        Return None if the codec cannot encode the page or would hardly make it smaller.
+        Return None if the codec cannot encode the page, or if encoding would save too little space.
         """
         ...
 

@@ -189,7 +189,7 @@ class Shape(NamedTuple):
 class Block(NamedTuple):
     """Elements grouped by scale: all elements along ``axis`` share one scale.
 
-    ``place`` is the index of these scales in the array of all scales.
+    ``place`` selects the scales of this block in the array of all scales.
     """
 
     numbers: Numbers

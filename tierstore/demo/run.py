@@ -53,7 +53,8 @@ class InTurn:
         ttft_s: Time to first token for each question, in seconds.
         read_bytes: Number of bytes that the prefetcher read from disk to host memory.
         loaded_bytes: Number of bytes that the prefetcher loaded into HBM.
-        other: Number of answers from exact pages that differ from those of plain transformers, except at near-ties.
+        other: Number of answers that differ from those of plain transformers. Answers that differ at a near-tie, and
+            answers computed from inexact pages, are not counted.
     """
 
     pages: int = 0

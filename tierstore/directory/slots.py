@@ -409,11 +409,11 @@ class OutgoingPages:
         """Start the copies for which the next tier has space. Give up a page only if no space will become free.
 
         If a prompt does not fit into the tiers, its beginning is kept: a page is given up if its own parent is the
-        only page that could be evicted to make space for it. Later pages then displace nothing, because no request
-        could reach them.
+        only page that could be evicted to make space for it. No page is evicted for the pages that follow it in the
+        prompt, because no request could reach them.
 
-        No copy starts while the memory-only restriction of other pages is being lifted, because the copy might
-        displace those pages before they are saved.
+        While memory-only restrictions of other pages are being lifted, no copy starts, because it might evict
+        those pages before they are saved.
         """
         dst = self._space.below(Tier.HBM)
         while self._queue and dst is not None and not self._residency.memory_only.lifting:

@@ -62,8 +62,8 @@ class FreeMemory:
     def described(self) -> str:
         """Return text for an error message: how much memory is free, and which limit applies."""
         return (
-            f"only {exact_size(self.nbytes)} are free: {self.limit} is {exact_size(self.limit_nbytes)}, and "
-            f"{exact_size(self.used_nbytes)} are in use, not counting the page cache"
+            f"only {exact_size(self.nbytes)} is free: {self.limit} is {exact_size(self.limit_nbytes)}, and "
+            f"{exact_size(self.used_nbytes)} is in use, not counting the page cache"
         )
 
 

@@ -92,7 +92,7 @@ class SharedMemory:
         path = f"/proc/{handle.pid}/fd/{handle.file}"
         name = os.readlink(path)
         if not name.startswith(f"/memfd:{_NAME}"):
-            raise OSError(errno.ENOENT, f"{path} is {name!r}, not shared host memory of a store")
+            raise OSError(errno.EINVAL, f"{path} is {name!r}, not shared host memory of a store")
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             size, expected = os.fstat(file).st_size, _length(handle.nbytes)
@@ -106,7 +106,7 @@ class SharedMemory:
             raise
         if found._token[0] != handle.token:
             found.close()
-            raise OSError(errno.ENOENT, f"{path} is the shared host memory of another store")
+            raise OSError(errno.EINVAL, f"{path} is the shared host memory of another store")
         return found
 
     def close(self) -> None:

@@ -493,7 +493,10 @@ def _foreign(directory: Path, marker: directory_layout.ShardMarker, flags: int =
 def _usable(
     opened: Callable[[], Catalogue], directory: Path, marker: directory_layout.ShardMarker
 ) -> Catalogue:
-    """Open the environment. If it is damaged, rename it; if it is full, delete it. Then open an empty one."""
+    """Open the environment. If it is damaged or full, open a new, empty one in its place.
+
+    The directory of a damaged environment is renamed. A full environment is deleted.
+    """
     try:
         catalogue = opened()
     except _BROKEN as error:

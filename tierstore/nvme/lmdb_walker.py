@@ -372,15 +372,15 @@ class PageCount:
         if not numbers:
             return
         if numbers[0] >= self._pages or any(this <= following for this, following in pairwise(numbers)):
-            raise Damaged(f"the {_FREE} names pages out of order or beyond the file")
+            raise Damaged(f"the {_FREE} lists pages out of order or beyond the end of the file")
         if any(map(self._taken.__getitem__, numbers)):
-            raise Damaged(f"the {_FREE} names a page that is claimed twice or in use")
+            raise Damaged(f"the {_FREE} lists a page that is claimed twice or in use")
         deque(map(self._taken.__setitem__, numbers, repeat(1)), maxlen=0)
 
     def _take(self, first: int, count: int, name: str) -> None:
         end = first + count
         if not first < end <= self._pages or self._taken.find(1, first, end) >= 0:
-            raise Damaged(f"page {first} of the {name} is claimed twice, or lies beyond the file")
+            raise Damaged(f"page {first} of the {name} is claimed twice, or lies beyond the end of the file")
         self._taken[first:end] = b"\1" * count
 
     def _leaves(self, tree: Tree, name: str) -> Iterator[_Part]:

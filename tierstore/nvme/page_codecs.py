@@ -67,7 +67,10 @@ class Coding:
 
     @property
     def on_disk(self) -> str:
-        """Codec of the records. Pages that this codec does not make smaller are stored without it."""
+        """Codec of the records, except of pages for which its encoder returns None.
+
+        These pages are stored as they are in memory. See ``PageEncoder.encode``.
+        """
         return self.held if self.name == "none" else self.name
 
     @property

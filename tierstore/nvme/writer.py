@@ -35,10 +35,10 @@ class EraseWork:
 
 @dataclass(slots=True)
 class SyncWork:
-    """A mark in the queue. ``done`` is set once all work queued before it has succeeded or failed.
+    """A request to sync the disk. It is put into the queue, and applies to all work queued before it.
 
-    ``synced`` is True if all successful writes queued before the mark are durable. ``ok`` is True if all erases
-    queued before it are durable as well.
+    ``done`` is set once this work has succeeded or failed. ``synced`` is True if the successful writes are durable.
+    ``ok`` is True if the erases are durable as well.
     """
 
     done: threading.Event = field(default_factory=threading.Event)

@@ -140,7 +140,7 @@ class Rates:
     """Rates of this machine.
 
     ``copy`` is the rate of copies from host memory to HBM, and ``read`` the rate of reads from disk, both in
-    bytes/s. ``read`` is None if the configuration has no NVME tier. ``prefill`` is in tokens/s if ``per_token`` is
+    bytes/s. ``read`` is None if the configuration has no NVMe tier. ``prefill`` is in tokens/s if ``per_token`` is
     true, else in floating-point operations per second.
     """
 

@@ -354,7 +354,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: the model's config.json is not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path}: a model's config.json must contain a JSON object, got a {type(tree).__name__}"
+            f"{path}: a model's config.json must contain a JSON object, got {type(tree).__name__}"
         )
     return tree
 

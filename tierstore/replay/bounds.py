@@ -28,9 +28,9 @@ _NEVER = 1 << 60
 
 
 def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
-    """Simulate a clairvoyant cache of ``pages`` pages. Return how many pages of each request's prefix are hits.
+    """Simulate a clairvoyant cache of ``pages`` pages. Return, for each request, how many pages of its prefix are hits.
 
-    Takes O(n log n) time for n requested blocks.
+    Takes O(n log n) time for n requested pages.
     """
     cache = _Clairvoyant(pages)
     return [
@@ -40,9 +40,9 @@ def clairvoyant_hits(requests: Sequence[Request], pages: int) -> list[int]:
 
 
 def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
-    """Return, for each block of each request, the index of the next request with the same block.
+    """Return, for each page of each request, the index of the next request with the same page.
 
-    The index is ``_NEVER`` if no later request has the block.
+    The index is ``_NEVER`` if no later request has the page.
     """
     upcoming: dict[PageKey, int] = {}
     found: list[list[int]] = []

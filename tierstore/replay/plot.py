@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 def require_format(file: Path) -> None:
     """Raise ConfigError if matplotlib does not support the suffix of ``file``."""
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if file.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {file} must end in one of .{', .'.join(known)}, got {file.suffix!r}")
+    known = sorted(f".{name}" for name in FigureCanvasBase.get_supported_filetypes())
+    if file.suffix not in known:
+        raise ConfigError(f"--plot {file} must end in one of {', '.join(known)}, got {file.suffix!r}")
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:

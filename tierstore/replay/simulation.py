@@ -36,7 +36,7 @@ class Setting:
     ``pages`` and ``policies`` are the number of pages and the eviction policy of each tier; HBM must be one of the
     tiers. ``page_nbytes`` is the size of a page, which is one block of the trace. A page with ``doubling_depth``
     pages before it costs twice as much to compute as the first page of a sequence. ``admission``,
-    ``daily_writes`` and ``flush_s`` are settings of the NVME tier, as in the store's configuration.
+    ``daily_writes`` and ``flush_s`` are settings of the NVMe tier, as in the store's configuration.
     """
 
     pages: Mapping[Tier, int]

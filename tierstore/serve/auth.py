@@ -63,10 +63,10 @@ class Tenants:
             tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
         except OSError as error:
             raise ConfigError(f"--keys {file}: cannot read the YAML file: {error.strerror}") from error
+        except _RepeatedNameError as error:
+            raise ConfigError(f"--keys {file} must use each name only once; expected {_ALLOWED}") from error
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(
-                f"--keys {file} must be valid YAML and use each name only once; expected {_ALLOWED}"
-            ) from error
+            raise ConfigError(f"--keys {file} must be valid YAML; expected {_ALLOWED}") from error
         found = tree.get("tenants") if isinstance(tree, dict) and len(tree) == 1 else None
         if not isinstance(found, dict) or not found:
             raise ConfigError(
@@ -94,6 +94,10 @@ class Tenants:
         return found
 
 
+class _RepeatedNameError(yaml.YAMLError):
+    pass
+
+
 class _Loader(yaml.BaseLoader):
     """A YAML loader that reads every scalar as a string, and rejects mappings with repeated keys.
 
@@ -103,7 +107,7 @@ class _Loader(yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(names) > len(set(names)):
-            raise yaml.MarkedYAMLError(problem="a key is given twice", problem_mark=node.start_mark)
+            raise _RepeatedNameError
         return super().construct_mapping(node, deep=deep)
 
 

@@ -130,7 +130,7 @@ class Coming:
 
     @property
     def here(self) -> bool:
-        """Return whether the lease is no longer loading pages. Pages that could not be loaded are recomputed."""
+        """Return whether loading has ended. Pages that could not be loaded are recomputed."""
         return self._lease is None or self._lease.wait(0.0, written=False) is not LeaseState.PENDING
 
     def origins(self, page_size: int) -> Counter[Tier]:

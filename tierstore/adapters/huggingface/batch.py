@@ -140,7 +140,7 @@ class PagedBatch:
         return lost
 
     def _count_behind(self) -> None:
-        """Set ``behind``, and count the reused tokens again, after pages of some rows could not be loaded."""
+        """Recompute ``behind`` and the numbers of reused tokens, because pages of some rows could not be loaded."""
         held = min(pad + row.held for pad, row in zip(self.paddings, self.rows, strict=True))
         self.behind = max(0, self.columns[0] - held)
         self.reused_by_tier.clear()

@@ -77,8 +77,8 @@ class Weights:
 
         Takes about a millisecond if nothing has changed. Changes are detected if they are made through
         tensors, modules or attributes (``copy_``, ``load_state_dict``, an optimizer, another ``Parameter``,
-        another adapter). A write through ``.data`` or NumPy is detected only if it changes a
-        sampled byte, which is certain only if it changes whole tensors.
+        another adapter). A write through ``.data`` or NumPy is always detected if it changes a whole
+        tensor. A smaller one is detected only if it changes a sampled byte.
         """
         with self._lock:
             walk = self._walk

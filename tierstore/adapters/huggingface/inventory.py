@@ -702,7 +702,7 @@ class Walk:
         return f"tensor {type(value).__name__} {self._contents.of(value)} {more}"
 
     def _loose_module(self, module: torch.nn.Module, place: str) -> str:
-        """Describe a module that is an attribute or belongs to an adapter."""
+        """Describe a module to which an attribute or an adapter refers."""
         known = self._modules.get(id(module))
         if known is not None:
             return f"module {known}"

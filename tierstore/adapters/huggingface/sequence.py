@@ -240,7 +240,7 @@ class PagedSequence:
     def finish(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> None:
         """Record that ``model`` has written tokens ``[start, stop)`` in all layers.
 
-        Pages that all models have filled are sealed, except pages with tokens that may be rejected drafts.
+        Pages that all models have filled are sealed, unless they contain draft tokens that may still be rejected.
         Pages that no window needs any more are released.
 
         Raises:

@@ -231,10 +231,11 @@ def wants_events(vllm_config: Any) -> bool:
 
 
 def distribution(vllm_config: Any) -> str:
-    """Return how decode context parallelism distributes the tokens of a block over ranks. Empty without it.
+    """Return how decode context parallelism distributes the tokens of a block over ranks.
 
-    Blocks that are distributed differently have different contents on each rank. In a worker, call this only once vLLM
-    creates its connectors: NixlConnector may change the size of the pieces before that.
+    The result is empty if decode context parallelism is not used. Blocks that are distributed differently have
+    different contents on each rank. In a worker, do not call this before vLLM creates its connectors, because
+    NixlConnector may change the size of the pieces until then.
     """
     parallel = vllm_config.parallel_config
     ranks = getattr(parallel, "decode_context_parallel_size", 1)
@@ -280,7 +281,7 @@ def memory_may_go(vllm_config: Any) -> bool:
 def caching_is_on(vllm_config: Any) -> bool:
     """Return whether vLLM's prefix caching is on.
 
-    A worker may switch it off while it loads the model. In a worker, call this only after the model is loaded.
+    In a worker, do not call this before the model has been loaded, because loading it may switch prefix caching off.
     """
     return bool(vllm_config.cache_config.enable_prefix_caching)
 

@@ -437,7 +437,7 @@ class Pool(Protocol):
     """The methods of vLLM's block pool that this module uses."""
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> object | None:
-        """Return the blocks with this hash, one per group, or None unless every group has one."""
+        """Return the blocks with this hash, one per group. Return None if any of the groups has no such block."""
         ...
 
 

@@ -341,10 +341,10 @@ def codec_refused(codec: str, reason: str) -> ConfigError:
 def _heads(spec: Any, layers: tuple[str, ...], codec: str) -> Heads:
     name = _named(spec)
     if name not in _KINDS:
-        held = "recurrent states" if name == _STATE else f"a {type(spec).__name__}"
+        held = "recurrent states" if name == _STATE else f"KV of type {type(spec).__name__}"
         raise codec_refused(
             codec,
-            f"layers {_some(layers)} keep {held}, which the codec cannot encode, and all groups share the same memory",
+            f"the codec must encode the pages of all layers, but cannot encode {held} (layers {_some(layers)})",
         )
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in WORDS or getattr(spec, "kv_quant_mode", False):

@@ -103,10 +103,11 @@ class RequestState:
 
 @dataclass(slots=True)
 class Lookup:
-    """The cached result of a lookup for a request of ``tokens`` tokens, of which vLLM already has ``computed``.
+    """The cached result of looking up a request.
 
-    ``asked`` is the number of queries answered from this result. If ``stale`` is true, the next query looks the request
-    up again.
+    At the time of the lookup the request had ``tokens`` tokens, and vLLM had computed ``computed`` of them.
+    ``asked`` is the number of queries answered from this result. If ``stale`` is true, the next query looks the
+    request up again.
     """
 
     tokens: int
