@@ -331,7 +331,7 @@ def test_documents_are_queried_in_turn_and_waiting_pages_reported(outcome: Outco
 
 
 class Patient(Session):
-    """A session that returns an answer only once the pages of the next question are in memory.
+    """A session that does not return an answer until the pages of the next question are in memory.
 
     ``after`` contains the keys to wait for, one list per question.
     """

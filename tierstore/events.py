@@ -232,7 +232,7 @@ class PendingEvents:
         """Queue the pages, and start their copies.
 
         ``outgoing.add`` needs a chain, in which each page is the parent of the next, so it is called once for
-        each chain. The copies start only once the last chain is queued, so that one transfer can hold pages of
+        each chain. The copies do not start until the last chain is queued, so that one transfer can hold pages of
         several chains.
         """
         starts = [i for i, parent in enumerate(parents) if not i or parent != keys[i - 1]]

@@ -84,8 +84,8 @@ _CLOSE_S = 5.0
 class ClosedSource:
     """A ``Source`` that reads the records of a sub-directory unchanged.
 
-    It owns the open sub-directory. It closes the memory map and the files only once no thread is
-    reading them.
+    It owns the open sub-directory. It never closes the memory map and the files while a
+    thread is reading them.
     """
 
     def __init__(self, reader: RecordReader, description: Description, opened: ExitStack) -> None:

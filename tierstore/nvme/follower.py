@@ -40,7 +40,7 @@ _MAP_NBYTES = 1 << 40
 class Follower:
     """The reading half of ``NvmeTier``, for a sub-directory that another process writes. Thread-safe.
 
-    A page counts as read only once ``poll`` has returned the Ack of its transfer.
+    A page does not count as read until ``poll`` has returned the Ack of its transfer.
     """
 
     tier: ClassVar[Tier] = Tier.NVME

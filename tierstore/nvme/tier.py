@@ -70,8 +70,8 @@ class NvmeTier:
 
     While the tier is open, no other process can open the sub-directory, except if all processes open it read-only.
 
-    All methods are thread-safe, and ``submit_*`` never blocks. A page counts as read or written only once
-    ``poll`` has returned the Ack of its transfer. In a forked child, ``close`` has no effect and every method
+    All methods are thread-safe, and ``submit_*`` never blocks. A page does not count as read or written
+    until ``poll`` has returned the Ack of its transfer. In a forked child, ``close`` has no effect and every method
     that accesses pages raises StoreClosed.
     """
 

@@ -252,7 +252,7 @@ def unpadded(
         ids = ids[None]
     if ids.ndim != 2 or not ids.numel():
         raise ValueError(
-            f"input_ids must be of shape [T] or [B, T] and not empty, got shape {tuple(ids.shape)}"
+            f"input_ids must be non-empty and of shape [T] or [B, T], got shape {tuple(ids.shape)}"
         )
     if attention_mask is None:
         return ids.long().tolist(), ids.shape[1]
