@@ -35,7 +35,10 @@ class Hurt:
         return page + int(offset)
 
     def free(self) -> int:
-        """Return the offset of a free-list record of at least three pages: their count, then their numbers."""
+        """Return the offset of a free-list record that lists at least three pages.
+
+        Such a record contains the number of the pages, followed by their page numbers.
+        """
         leaf = self.page("free list")
         for index in range((struct.unpack_from("<H", self.raw, leaf + 12)[0] - 16) // 2):
             at = self.node(leaf, index) + 8 + 8

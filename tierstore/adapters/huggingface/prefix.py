@@ -83,7 +83,8 @@ class Arrival:
     def layer(self, group: int, index: int) -> None:
         """Make the caller's current stream wait for layer ``index`` of KV group ``group``.
 
-        On the CPU, the caller itself waits. This also copies the layer of the page given to ``copy_page``.
+        On the CPU, the caller itself waits. On every device, the method then also copies this layer of the page that
+        was given to ``copy_page``.
 
         The wait ends at the deadline. If the layer is not loaded by then, ``settle`` reports that no page was
         loaded, even if the layer arrives later, because the forward pass has already read wrong data.
