@@ -56,7 +56,7 @@ def test_the_shortest_run_that_is_long_enough_is_cut(lengths: list[int], chance:
     assert runs.take(wanted) == (min(fitting)[1] if fitting else None)
 
 
-@settings(max_examples=lanes.examples(80, 1500))
+@settings(max_examples=lanes.examples(300, 1500))
 @given(st.data())
 def test_moving_records_frees_space_and_changes_nothing_else(data: st.DataObject) -> None:
     """Plan moves among random records and taken slots that no entry names.
