@@ -12,7 +12,8 @@ import pytest
 
 from tests.adapters.vllm_engine import DOCUMENT, Engine
 from tests.adapters.vllm_stub import LoRARequest
-from tierstore.adapters.vllm.keys import Adapters, adapters_digest
+from tierstore.adapters.model_files import adapters_digest
+from tierstore.adapters.vllm.keys import Adapters
 from tierstore.errors import ConfigError
 
 REUSED = 8

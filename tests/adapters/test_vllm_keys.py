@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from tests.adapters import vllm_stub as stub
+from tierstore.adapters.model_files import model_digest, weights_digest
 from tierstore.adapters.vllm import keys as keys_module
-from tierstore.adapters.vllm.keys import (
-    KeyChain,
-    identity,
-    model_digest,
-    namespace,
-    page_keys,
-    weights_digest,
-)
+from tierstore.adapters.vllm.keys import KeyChain, identity, namespace, page_keys
 from tierstore.types import PageKey
 
 

@@ -27,8 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +41,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tierstore.adapters.chunks import nvme_section
+from tierstore.adapters.sglang_identity import identity
 from tierstore.adapters.staged_pages import CLOSE_S, OUTCOMES, StagedPages
-from tierstore.adapters.vllm.keys import adapters_digest, hub_folder, model_digest
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.nvme.direct_io import padded
@@ -52,6 +51,7 @@ from tierstore.nvme.tier import NvmeTier
 
 _log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
 
+_Way = Literal["read", "write"]
 _KV = "kv"
 _MAMBA = "mamba"
 _SGLANGS = (
@@ -64,46 +64,6 @@ _SGLANGS = (
 )
 _OURS = ("config", "model", "staging")
 _STAGING_NBYTES = 256 << 20
-_WEIGHTS = (
-    "model_path",
-    "revision",
-    "load_format",
-    "model_impl",
-    "quantization",
-    "quantization_param_path",
-    "rl_quant_profile",
-    "modelopt_quant",
-    "modelopt_checkpoint_restore_path",
-    "quantize_and_serve",
-    "kt_weight_path",
-    "kt_method",
-    "decrypted_config_file",
-    "remote_instance_weight_loader_backend",
-    "remote_instance_weight_loader_seed_instance_ip",
-    "json_model_override_args",
-    "dtype",
-    "kv_cache_dtype",
-)
-_DRAFT = (
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-    "speculative_draft_model_quantization",
-    "speculative_draft_kv_cache_dtype",
-    "decrypted_draft_config_file",
-)
-_GEOMETRY = (
-    "layout",
-    "page_size",
-    "start_layer",
-    "end_layer",
-    "layer_num",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-    "kv_cache_dim",
-    "storage_format_tag",
-)
 
 
 class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
@@ -222,7 +182,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             keys: SGLang's hashes of the pages.
             host_indices: Token indices in the host pool, int64 ``[len(keys) * page_size]``.
         """
-        return self._read(_KV, keys, host_indices, self._deadline())
+        return self._move("read", _KV, keys, host_indices, self._deadline())
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Copy pages out of SGLang's host memory and queue them to be written. For the arguments, see ``batch_get_v1``.
@@ -230,7 +190,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         Returns:
             Which pages are on disk or queued. A queued page may still be lost, for example if the disk is full.
         """
-        return self._write(_KV, keys, host_indices, self._deadline())
+        return self._move("write", _KV, keys, host_indices, self._deadline())
 
     def exists(self, key: str) -> bool:
         """Return whether the page is on disk."""
@@ -253,8 +213,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         memory = _Tensors(targets)
         if pool.is_logical or not memory.have(pool.host.nbytes):
             return [None] * len(keys)
-        deadline = self._deadline()
-        found = self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill, deadline))
+        found = self._copy("read", pool, keys, memory, self._deadline())
         return [target if arrived else None for target, arrived in zip(targets, found, strict=True)]
 
     def set(
@@ -277,8 +236,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         memory = _Tensors(values)
         if pool.is_logical or not memory.have(pool.host.nbytes):
             return pool.is_logical
-        deadline = self._deadline()
-        return all(self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read, deadline)))
+        return all(self._copy("write", pool, keys, memory, self._deadline()))
 
     # -- pages of all pools --------------------------------------------------------------------------------
 
@@ -317,7 +275,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Read pages of several pools into SGLang's host memory. Return which pages arrived, for every pool."""
         deadline = self._deadline()
         return {
-            each.name: self._read(_name(each.name), each.keys or [], each.host_indices, deadline)
+            each.name: self._move("read", _name(each.name), each.keys or [], each.host_indices, deadline)
             for each in transfers
         }
 
@@ -325,7 +283,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Queue pages of several pools to be written. Return which are on disk or queued, for every pool."""
         deadline = self._deadline()
         return {
-            each.name: self._write(_name(each.name), each.keys or [], each.host_indices, deadline)
+            each.name: self._move("write", _name(each.name), each.keys or [], each.host_indices, deadline)
             for each in transfers
         }
 
@@ -417,7 +375,15 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         writer = not shared or self._config.is_storage_writer
         if host.nbytes == 0:
             return _Pool(host, None, writer, self._staging)
-        described = self._describe(name, host)
+        described = identity(
+            name,
+            host.pool,
+            self._config,
+            _server_args(),
+            model=self._model,
+            parts=[*host.parts] if self._zero_copy or name != _KV else "flat",
+            page_nbytes=host.nbytes,
+        )
         rank = 0 if shared else self._config.tp_rank
         place = _replica(self._config) * self._config.pp_size + self._config.pp_rank
         place = place * self._config.attn_cp_size + self._config.attn_cp_rank
@@ -453,66 +419,33 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         """
         return self._config.is_mla_model and name != _MAMBA and not hasattr(host.pool, "head_num")
 
-    def _describe(self, name: str, host: _Host) -> dict[str, object]:
-        """Return everything that determines what the bytes of a page mean, as values that JSON can represent."""
-        args = _server_args()
-        weights = {each: _plain(getattr(args, each, None)) for each in _WEIGHTS}
-        if self._model is not None:
-            weights.pop("model_path"), weights.pop("revision")
-        draft = {each: _plain(getattr(args, each, None)) for each in _DRAFT}
-        config = self._config
-        spread = ("tp_size", "pp_size", "pp_rank", "attn_cp_size", "tp_lcm_size", "should_split_heads")
-        return {
-            "engine": "sglang",
-            "pool": name,
-            "model": config.model_name if self._model is None else self._model,
-            "weights": weights,
-            "digest": _model_digest(args, "model_path", "revision") if self._model is None else "",
-            "draft": draft,
-            "draft_digest": _model_digest(
-                args, "speculative_draft_model_path", "speculative_draft_model_revision"
-            ),
-            "adapters": adapters_digest(_adapters(args)),
-            "class": type(host.pool).__name__,
-            "geometry": {each: _plain(getattr(host.pool, each, None)) for each in _GEOMETRY},
-            "dtypes": _dtypes(host.pool),
-            "parts": [*host.parts] if self._zero_copy or name != _KV else "flat",
-            "page_nbytes": host.nbytes,
-            "parallel": {each: _plain(getattr(config, each)) for each in spread},
-        }
-
     def _deadline(self) -> float:
         return time.monotonic() + self._nvme.timeout
 
-    def _read(
-        self, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
+    def _move(
+        self, what: _Way, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
     ) -> list[bool]:
+        """Read or write the pages at these token indices. Return which pages arrived or are stored."""
         pool = self._pool(name)
         places = None if pool is None else pool.host.places(indices, len(keys))
         if pool is None or places is None:
             return [False] * len(keys)
         if pool.is_logical:
             return [True] * len(keys)
-        memory = pool.host.memory(places)
-        return self._timed(pool, "read", lambda: pool.get(_page_keys(keys), memory.fill, deadline))
+        return self._copy(what, pool, keys, pool.host.memory(places), deadline)
 
-    def _write(
-        self, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
+    def _copy(
+        self, what: _Way, pool: _Pool, keys: Sequence[str], memory: _Memory, deadline: float
     ) -> list[bool]:
-        pool = self._pool(name)
-        places = None if pool is None else pool.host.places(indices, len(keys))
-        if pool is None or places is None:
-            return [False] * len(keys)
-        if pool.is_logical:
-            return [True] * len(keys)
-        if not pool.is_writer:
-            return pool.exist(_page_keys(keys))
-        memory = pool.host.memory(places)
-        return self._timed(pool, "write", lambda: pool.put(_page_keys(keys), memory.read, deadline))
-
-    def _timed(self, pool: _Pool, what: str, act: Callable[[], list[bool]]) -> list[bool]:
+        names = _page_keys(keys)
+        if what == "write" and not pool.is_writer:
+            return pool.exist(names)
         began = time.perf_counter()
-        found = act()
+        found = (
+            pool.get(names, memory.fill, deadline)
+            if what == "read"
+            else pool.put(names, memory.read, deadline)
+        )
         if self._config.enable_storage_metrics and any(found):
             self._metrics.add(what, sum(found), pool.host.nbytes, time.perf_counter() - began)
         return found
@@ -650,6 +583,9 @@ class _Tensors:
         found = self._pages[page]
         assert found is not None
         row[: found.nbytes] = found
+
+
+_Memory = _Buffers | _Flat | _Tensors
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -801,46 +737,6 @@ def _window_ends(held: Sequence[bool], window: int) -> Iterator[int]:
             yield length
 
 
-def _dtypes(pool: Any) -> dict[str, str]:
-    """Return the dtypes of a host pool, and the dtypes and shapes of its states.
-
-    States of different dtypes may have the same size.
-    """
-    found = {each: str(value) for each, value in vars(pool).items() if isinstance(value, torch.dtype)}
-    found["dtype"] = str(pool.dtype)
-    for each in ("conv_state_shapes", "temporal_state_shape"):
-        found[each] = str(getattr(pool, each, None))
-    states = getattr(pool, "slot_state_buffers", ())
-    found["slot_state_buffers"] = str([(str(state.dtype), tuple(state.shape[1:])) for state in states])
-    return found
-
-
-def _model_digest(args: Any, path: str, revision: str) -> str:
-    """Return the digest of the model that two of SGLang's arguments name, or ""."""
-    name = getattr(args, path, None)
-    if not name:
-        return ""
-    return model_digest(str(name), getattr(args, revision, None), getattr(args, "download_dir", None))
-
-
-def _adapters(args: Any) -> list[Path]:
-    """Return the folders of the LoRA adapters that SGLang loads at the start.
-
-    SGLang's keys identify an adapter by its name and path, not by its weights.
-    """
-    paths = getattr(args, "lora_paths", None)
-    folders = []
-    for ref in list(paths.values()) if isinstance(paths, dict) else list(paths or ()):
-        path = ref.get("lora_path") if isinstance(ref, dict) else getattr(ref, "lora_path", None) or ref
-        name = str(path).rpartition("=")[2]
-        folder: Path | None = Path(name).expanduser()
-        if folder is not None and not folder.is_dir():
-            folder = hub_folder(name, "adapter_config.json", None, getattr(args, "download_dir", None))
-        if folder is not None:
-            folders.append(folder)
-    return folders
-
-
 def _replica(config: Any) -> int:
     """Return the number of the data-parallel replica.
 
@@ -859,8 +755,3 @@ def _server_args() -> Any:
         return get_server_args()
     except (RuntimeError, ValueError, AttributeError):
         return None
-
-
-def _plain(value: object) -> object:
-    """Return a value that JSON can represent."""
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tierstore.adapters.chunks import Chunks, Done, is_whole, nvme_section
-from tierstore.adapters.vllm.keys import adapters_digest, model_digest
+from tierstore.adapters.model_files import adapters_digest, model_digest
 from tierstore.config import NvmeConfig
 from tierstore.errors import ConfigError
 from tierstore.nvme.tier import NvmeTier
