@@ -631,6 +631,21 @@ class TierStore:
             del tiers[num_exact:]
         return Match(len(tiers), tuple(tiers), num_exact >= len(tiers))
 
+    def has_prefix(self, key: PageKey) -> bool:
+        """Return whether the page and all pages before it in its sequence are stored, or are being stored.
+
+        Read-only. Takes the same time for a sequence of any length, unlike ``match``. Only pages whose parents were
+        passed to ``put`` count as pages before it. The result may be False for a short time after pages were lost
+        or put again, even if all pages are stored.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
+        self._pump.require_open()
+        require_key_list([key])
+        with self._lock, self._guard:
+            return self._directory.residency.has_prefix(key)
+
     def locate(self, keys: Sequence[PageKey]) -> list[Tier | None]:
         """Return the fastest tier in which each page is readable, or None for a missing page. Read-only.
 

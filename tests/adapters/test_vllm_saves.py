@@ -286,6 +286,7 @@ def test_state_inside_a_block_is_stored_with_the_block_that_attention_ends_in() 
     spine, states = known.chains[0], known.chains[1]
     store: Any = FakeStore()
     store.match = lambda keys: Match(0, (), True)
+    store.has_prefix = lambda key: False
     storing = Stores(store, groups, None)
 
     offers = [

@@ -97,6 +97,17 @@ def test_a_run_and_its_pages_one_by_one_are_left_in_the_same_order() -> None:
     check_residency(as_run)
 
 
+def test_pages_in_flight_count_for_a_prefix() -> None:
+    residency = residency_of(keys=())
+    assert not residency.has_prefix(KEYS[0])
+    [(slot, _)] = residency.reserve(KEYS[:1], Tier.HOST)
+    residency.reserve(KEYS[1:], Tier.HOST, parents=KEYS[:2])
+    assert all(map(residency.has_prefix, KEYS))
+    residency.fail(KEYS[0], Tier.HOST, slot)
+    assert not any(map(residency.has_prefix, KEYS))
+    check_residency(residency)
+
+
 def test_storable_page_lifts_its_refused_parent() -> None:
     # The child's first copy was reserved with a parent. Then the page was put without naming a parent.
     tables = {

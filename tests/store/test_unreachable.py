@@ -30,6 +30,7 @@ from tests.support.pages import (
     where,
     write,
 )
+from tierstore.errors import StoreClosed
 from tierstore.gpu.engine_pages import EnginePages
 from tierstore.page import PageSpec
 from tierstore.store import TierStore
@@ -67,6 +68,9 @@ def ask(store: TierStore, keys: Sequence[PageKey]) -> int:
 def state(store: TierStore, keys: Sequence[PageKey]) -> str:
     """Return one character per page: "x" if it is reachable, "o" if it is unreachable, "." if it is not readable."""
     pages = store.explain(keys)
+    assert [store.has_prefix(key) for key in keys] == [
+        page["readable"] and page["reachable"] for page in pages
+    ]
     return "".join(("x" if page["reachable"] else "o") if page["readable"] else "." for page in pages)
 
 
@@ -245,6 +249,21 @@ def test_page_without_its_parent_is_unreachable_until_the_parent_arrives() -> No
         assert store.stats()["unreachable"] == 0
         assert tier_stats(store, Tier.HOST)["resident"] == 3
         store.check()
+
+
+def test_a_sequence_has_its_prefix_unless_a_page_before_is_missing() -> None:
+    with TierStore.open(tiers(16, None), SPEC) as store:
+        keys = chain(5)
+        assert not store.has_prefix(keys[0])
+        write(store, keys)
+        assert all(map(store.has_prefix, keys))
+        for lost in range(4):
+            store.evict([keys[lost]])
+            assert [store.has_prefix(key) for key in keys] == [number < lost for number in range(5)]
+            put_after(store, keys[lost], keys[lost - 1] if lost else None)
+            assert all(map(store.has_prefix, keys))
+    with pytest.raises(StoreClosed):
+        store.has_prefix(keys[0])
 
 
 def test_a_page_put_without_a_parent_begins_a_sequence() -> None:

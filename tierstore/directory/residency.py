@@ -406,6 +406,13 @@ class Residency:
                 return True
         return False
 
+    def has_prefix(self, key: PageKey) -> bool:
+        """Return whether the page and all known pages before it have a copy, readable or in flight.
+
+        Takes constant time. False also while it is still being worked out which pages are reachable.
+        """
+        return self.held(key) and key not in self.orphans and not self.orphans.pending
+
     def saved_below(self, key: PageKey, tier: Tier) -> bool:
         """Return whether a tier below ``tier`` has a readable copy of the page."""
         return self.queues.below(key, tier)

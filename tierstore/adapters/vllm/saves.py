@@ -214,8 +214,13 @@ class Stores:
 
     def _stored(self, known: RequestState, group: Group, computed: int) -> int:
         """Return how many leading blocks are already stored, or are no longer needed after ``computed`` tokens."""
-        first = group.first_needed(computed)
-        there = known.chains[group.number].between(first, computed // group.block_size)
+        first, full = group.first_needed(computed), computed // group.block_size
+        chain = known.chains[group.number]
+        if not group.partial and full:
+            last = chain.at(full - 1)
+            if last is not None and self._store.has_prefix(last):
+                return full  # without a lookup of each block, which would delay the step
+        there = chain.between(first, full)
         return first + self._store.match(there).num_pages
 
     def _collect(
