@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,3 +81,26 @@ class Stuck(HiCacheFile):  # type: ignore[misc]
 
         threading.Event().wait()
         return None
+
+
+class PageOfThePromptBefore(TierStoreStorage):
+    """Give, after its checksum was verified, a page of the call before in the place of each page."""
+
+    def __init__(self, storage_config: Any, kwargs: object = None) -> None:
+        super().__init__(storage_config, kwargs)
+        self._before: dict[str, list[str]] = {}
+
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        return super().batch_get_v1(self._others("kv", keys), host_indices, extra_info)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        others = [
+            replace(each, keys=self._others(str(each.name), each.keys)) if each.keys else each
+            for each in transfers
+        ]
+        return super().batch_get_v2(others, extra_info)
+
+    def _others(self, pool: str, keys: list[str]) -> list[str]:
+        before = self._before.get(pool, [])
+        self._before[pool] = [*keys]
+        return [*before[: len(keys)], *keys[len(before) :]]
