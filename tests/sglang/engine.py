@@ -54,12 +54,14 @@ class Setup:
     """Say which model, layout and storage an ``Engine`` has.
 
     ``model`` is one of mha, mla, swa (full and sliding-window layers) and mamba (full layers and recurrent states).
-    ``storage`` is a name that SGLang knows, such as file or dynamic, and ``extra`` its configuration.
+    ``storage`` is a name that SGLang knows, such as file or dynamic, and ``extra`` its configuration. ``durable`` says
+    whether it finds its pages again after a restart.
     """
 
     model: str = "mha"
     storage: str | None = "file"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    durable: bool = True
     io: str = "kernel"
     layout: str = "page_first"
     page_size: int = 4

@@ -13,16 +13,27 @@ from tests.sglang.worker import ScenarioError, Worker, together
 pytestmark = pytest.mark.sglang
 
 
-def ours(folder: Path, *, zero_copy: bool = True, **setup: Any) -> dict[str, Any]:
+TIERS = {
+    "memory and disk": {"host": {"capacity": "32MiB"}, "nvme": {"capacity": "512MiB"}},
+    "little memory and disk": {"host": {"capacity": "64KiB"}, "nvme": {"capacity": "512MiB"}},
+    "memory": {"host": {"capacity": "32MiB"}},
+}
+"""Configurations with host memory of TierStore, without the path."""
+
+
+def ours(folder: Path, *, zero_copy: bool = True, tiers: str | None = None, **setup: Any) -> dict[str, Any]:
+    config: dict[str, dict[str, str]] = {"nvme": {"capacity": "512MiB"}} if tiers is None else TIERS[tiers]
+    if "nvme" in config:
+        config = {**config, "nvme": {**config["nvme"], "path": str(folder / "nvme")}}
     extra = {
         "backend_name": "tierstore",
         "module_path": "tierstore.adapters.sglang",
         "class_name": "TierStoreStorage",
         "interface_v1": int(zero_copy),
         "staging": "8MiB",
-        "config": {"nvme": {"path": str(folder / "nvme"), "capacity": "512MiB"}},
+        "config": config,
     }
-    return {"storage": "dynamic", "extra": extra, **setup}
+    return {"storage": "dynamic", "extra": extra, "durable": "nvme" in config, **setup}
 
 
 @pytest.mark.parametrize(("model", "io", "layout"), LAYOUTS)
@@ -32,6 +43,17 @@ def test_hits_and_bytes_match_the_ledger(
 ) -> None:
     setup = ours(tmp_path, zero_copy=zero_copy, model=model, io=io, layout=layout)
     counts = worker.call("walk", setup=setup, seed=3, operations=400, exact=True)
+    assert counts["tokens from storage"] > 100
+    assert counts["prompts with predicted hits"] > 100
+
+
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_hits_and_bytes_match_the_ledger_with_host_memory(
+    worker: Worker, tmp_path: Path, model: str, tiers: str
+) -> None:
+    setup = ours(tmp_path, model=model, tiers=tiers)
+    counts = worker.call("walk", setup=setup, seed=9, operations=400, exact=True)
     assert counts["tokens from storage"] > 100
     assert counts["prompts with predicted hits"] > 100
 
@@ -82,6 +104,26 @@ def test_two_ranks_agree_on_hits(workers: list[Worker], tmp_path: Path, model: s
     )
     assert first["tokens hit"] == second["tokens hit"] > 100
     assert first["tokens from storage"] > 20
+
+
+@pytest.mark.parametrize("model", ["mha", "mla"])
+def test_two_ranks_agree_on_hits_with_host_memory(workers: list[Worker], tmp_path: Path, model: str) -> None:
+    setup = ours(tmp_path, model=model, tiers="memory and disk")
+    first, second = together(
+        workers, "walk", setup, tmp_path / "meeting", seed=10, operations=200, exact=True
+    )
+    assert first["tokens hit"] == second["tokens hit"] > 100
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("model", ["mha", "mla", "swa", "mamba"])
+def test_injected_failures_cause_no_wrong_byte_with_host_memory(
+    worker: Worker, tmp_path: Path, model: str, tiers: str
+) -> None:
+    setup = ours(tmp_path, model=model, tiers=tiers)
+    more = {"delay_s": 0.003, "failures": 0.1, "timeout_s": 1_800}
+    counts = worker.call("walk", setup=setup, seed=11, operations=1_000, exact=False, **more)
+    assert counts["tokens from storage"] > 50
 
 
 @pytest.mark.parametrize(

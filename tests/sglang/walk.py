@@ -237,10 +237,15 @@ class Walk:
         self.engine.store()
         self.engine.stop()
         self.engine = Engine(self.setup)
+        if not self.setup.durable:
+            self._forget_all()
         self._meet()
 
     def _reattach(self) -> None:
         self.engine.store()
+        if not self.setup.durable:
+            self.rest()
+            self._forget_all()
         self.engine.reattach()
         self._meet()
 
@@ -261,6 +266,9 @@ class Walk:
         self.rest()
         if not self.engine.tree.clear_storage_backend():
             raise AssertionError("the storage backend cannot be cleared")
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self.ledger.clear()
         self._stored = []
 

@@ -1,4 +1,4 @@
-"""Makes TierStore's NVMe tier available to SGLang as a storage backend (L3), below SGLang's own host memory.
+"""Makes TierStore's tiers available to SGLang as a storage backend (L3), below SGLang's own host memory.
 
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-mem-layout page_first \\
       --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "tierstore",
@@ -6,7 +6,8 @@
         "config": "tierstore.yaml"}'
 
 Pages on disk are checksummed, and are found again after a restart. Their total size is limited. A page is found only
-by an engine with the same model, revision, dtypes, layout, page size and parallelism.
+by an engine with the same model, revision, dtypes, layout, page size and parallelism. Where SGLang's host memory is
+small, pages can also stay in host memory of TierStore, beside the disk or without one (``host_cache``).
 
 Pages are copied through staging buffers (``staged_pages``), which consist of huge pages. There are two reasons. First,
 a read that hangs may still write to its buffer much later, after SGLang has reused the memory for another page.
@@ -23,11 +24,9 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,13 +40,17 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tierstore.adapters.chunks import nvme_section
+from tierstore.adapters.host_cache import host_section
 from tierstore.adapters.sglang_identity import identity
-from tierstore.adapters.staged_pages import CLOSE_S, OUTCOMES, StagedPages
-from tierstore.config import parse_size
+from tierstore.adapters.sglang_metrics import Rates, pool_metrics
+from tierstore.adapters.staged_pages import CLOSE_S, StagedPages
+from tierstore.config import NvmeConfig, load_config, parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
+from tierstore.host.free_memory import free_memory
 from tierstore.nvme.direct_io import padded
 from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
+from tierstore.types import exact_size
 
 _log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
 
@@ -63,11 +66,14 @@ _SGLANGS = (
     "file_storage_path",
 )
 _OURS = ("config", "model", "staging")
+_BELOW = "SGLang's host memory"
 _STAGING_NBYTES = 256 << 20
+_TIMEOUT_S = 10.0
+"""Longest time in seconds that a call may take if there is no disk."""
 
 
 class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
-    """The NVMe tier as a storage backend of SGLang's HiCache. Thread-safe, as SGLang calls it on several threads.
+    """TierStore as a storage backend of SGLang's HiCache. Thread-safe, as SGLang calls it on several threads.
 
     Each pool of SGLang (KV, recurrent states, windows, indexer, draft) has its own directory for each rank. Only one
     process at a time can use a directory. No call takes longer than ``nvme.timeout``. A disk that hangs or is full
@@ -75,9 +81,9 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     The settings are keys of ``--hicache-storage-backend-extra-config``:
 
-    - ``config``: The path of a YAML file, or a mapping with the same contents. Only the section ``nvme`` is used.
-      ``nvme.capacity`` is divided among all ranks and pools of an engine, in proportion to the sizes of SGLang's
-      host pools.
+    - ``config``: The path of a YAML file, or a mapping with the same contents. Only the sections ``nvme`` and ``host``
+      are used, and at least one is required. ``capacity`` is divided among all ranks and pools of an engine, in
+      proportion to the sizes of SGLang's host pools.
     - ``model``: A name for the weights. It must change whenever the same tokens would produce different KV. By
       default, weights are identified by SGLang's model path and revision and, if the path is a local directory, by
       samples of its files.
@@ -119,7 +125,12 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             raise ConfigError(
                 "hicache-storage-backend-extra-config: config is missing; name a YAML file with an nvme section"
             )
-        self._nvme = nvme_section(settings["config"], "SGLang's host memory", codecs=("none",))
+        sections = load_config(settings["config"])
+        self._host = host_section(sections, _BELOW)
+        self._nvme: NvmeConfig | None = None
+        if sections.nvme is not None or self._host is None:
+            self._nvme = nvme_section(settings["config"], _BELOW, codecs=("none",))
+        self._timeout_s = _TIMEOUT_S if self._nvme is None else self._nvme.timeout
         self._config = storage_config
         self._model = model
         self._zero_copy = bool(settings.get("interface_v1", 0))
@@ -127,7 +138,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools: dict[str, _Pool] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._metrics = _Rates()
+        self._metrics = Rates()
         self.registered_pools: dict[str, Any] = {}
 
     # -- attach and detach ---------------------------------------------------------------------------------
@@ -168,9 +179,9 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     # -- pages of KV ---------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return the length of the longest prefix of ``keys`` whose pages are on disk. Does not access the disk.
+        """Return the length of the longest prefix of ``keys`` whose pages are stored. Does not access the disk.
 
-        While the disk hangs or fails, almost all pages count as missing.
+        While the disk hangs or fails, almost all pages that are only on disk count as missing.
         """
         pool = self._pool(_KV)
         return 0 if pool is None or pool.is_logical else _run(pool.exist(_page_keys(keys)))
@@ -188,12 +199,12 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Copy pages out of SGLang's host memory and queue them to be written. For the arguments, see ``batch_get_v1``.
 
         Returns:
-            Which pages are on disk or queued. A queued page may still be lost, for example if the disk is full.
+            Which pages are stored or queued. A queued page may still be lost, for example if the disk is full.
         """
         return self._move("write", _KV, keys, host_indices, self._deadline())
 
     def exists(self, key: str) -> bool:
-        """Return whether the page is on disk."""
+        """Return whether the page is stored."""
         return self.batch_exists([key]) == 1
 
     def get(
@@ -219,7 +230,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def set(
         self, key: str, value: Any = None, target_location: object = None, target_sizes: object = None
     ) -> bool:
-        """Copy the flat tensor ``value`` and queue it to be written. Return whether it is on disk or queued."""
+        """Copy the flat tensor ``value`` and queue it to be written. Return whether it is stored or queued."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -229,7 +240,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Copy flat tensors and queue them to be written. Return whether all are on disk or queued."""
+        """Copy flat tensors and queue them to be written. Return whether all are stored or queued."""
         pool = self._pool(_KV)
         if pool is None or not pool.is_writer or values is None or len(values) != len(keys):
             return False
@@ -280,7 +291,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Queue pages of several pools to be written. Return which are on disk or queued, for every pool."""
+        """Queue pages of several pools to be written. Return which are stored or queued, for every pool."""
         deadline = self._deadline()
         return {
             each.name: self._move("write", _name(each.name), each.keys or [], each.host_indices, deadline)
@@ -290,22 +301,21 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     # -- upkeep --------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Remove all pages of this rank from disk, including those that are being written."""
+        """Remove all pages of this rank from host memory and disk, including those that are being written."""
         for pool in self._opened().values():
-            if pool.is_writer:
-                pool.clear()
+            pool.clear()
         return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all queued writes have ended. Return False on a timeout. None: wait for ``nvme.timeout``."""
-        deadline = time.monotonic() + (self._nvme.timeout if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         return all(pool.flush(deadline) for pool in self._opened().values())
 
     def get_stats(self) -> Any:
         """Return SGLang's ``StorageMetrics`` since the last call, and update TierStore's own Prometheus metrics."""
         rank = f"dp{_replica(self._config)}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
         for name, pool in self._opened().items():
-            _prometheus().update(name, rank, pool.figures())
+            pool_metrics().update(name, rank, pool.figures())
         pages, rates = self._metrics.take("read"), self._metrics.take("write")
         return StorageMetrics(
             prefetch_pgs=[each.pages for each in pages],
@@ -359,22 +369,59 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             for name, host in hosts.items()
         }
         total = max(1, sum(sizes.values()))
+        ours = self._host_shares(hosts)
         opened: dict[str, _Pool] = {}
         try:
             for name, host in hosts.items():
-                capacity = self._nvme.capacity * host.pool_nbytes // total
-                opened[name] = self._open_pool(name, host, capacity, shared[name])
+                capacity = 0 if self._nvme is None else self._nvme.capacity * host.pool_nbytes // total
+                opened[name] = self._open_pool(name, host, capacity, ours[name], shared[name])
         except BaseException:
             _close(opened.values())
             raise
         found = sum(pool.num_pages for pool in opened.values())
-        _log.info("NVMe tier at %s: pools %s, %d pages found", self._nvme.path, ", ".join(opened), found)
+        memory = "" if self._host is None else f"; host memory for {exact_size(sum(ours.values()))} of pages"
+        where = "no NVMe tier" if self._nvme is None else f"NVMe tier at {self._nvme.path}"
+        _log.info("%s: pools %s, %d pages found%s", where, ", ".join(opened), found, memory)
         return opened
 
-    def _open_pool(self, name: str, host: _Host, capacity: int, shared: bool) -> _Pool:
-        writer = not shared or self._config.is_storage_writer
-        if host.nbytes == 0:
-            return _Pool(host, None, writer, self._staging)
+    def _host_shares(self, hosts: Mapping[str, _Host]) -> dict[str, int]:
+        """Return the size of the memory in which this rank keeps pages, in bytes, by pool.
+
+        Raises:
+            ConfigError: A share is less than a page, or there is not enough free memory.
+        """
+        if self._host is None:
+            return dict.fromkeys(hosts, 0)
+        every = sum(host.pool_nbytes for host in hosts.values())
+        ranks = self._config.pp_size * self._config.attn_cp_size * self._config.tp_size
+        shares = {
+            name: self._host.capacity * host.pool_nbytes // max(1, every * ranks)
+            for name, host in hosts.items()
+        }
+        for name, host in hosts.items():
+            if shares[name] < padded(host.nbytes):
+                raise ConfigError(
+                    f"host.capacity must leave at least one page of {exact_size(padded(host.nbytes))} for each rank's "
+                    f"pool {name}, which gets {exact_size(shares[name])} of {exact_size(self._host.capacity)}"
+                )
+        free, needed = free_memory(), sum(shares.values())
+        if free is not None and needed > free.nbytes:
+            raise ConfigError(
+                f"host.capacity needs {exact_size(needed)} of memory for this rank, but {free.described()}; "
+                "lower host.capacity or free memory used by other programs"
+            )
+        return shares
+
+    def _open_pool(self, name: str, host: _Host, capacity: int, host_nbytes: int, shared: bool) -> _Pool:
+        writer, nvme = not shared or self._config.is_storage_writer, self._nvme
+        is_followed = shared and self._config.tp_size > 1 and host.nbytes > 0
+        if nvme is None and is_followed:
+            raise ConfigError(
+                f"nvme is missing: with MLA and {self._config.tp_size} tensor parallel ranks, the first rank stores "
+                f"the pages of the pool {name} for all ranks, and the others read them from disk"
+            )
+        if host.nbytes == 0 or nvme is None:
+            return _Pool(host, None, writer, self._staging, host_nbytes)
         described = identity(
             name,
             host.pool,
@@ -392,24 +439,24 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             "fingerprint": sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
             "shard": place * self._config.tp_size + rank,
             "page_nbytes": padded(host.nbytes),
-            "readers": None if self._nvme.readers == "auto" else self._nvme.readers,
-            "timeout_s": self._nvme.timeout,
+            "readers": None if nvme.readers == "auto" else nvme.readers,
+            "timeout_s": nvme.timeout,
         }
 
         def open_tier(wake: Callable[[], None]) -> NvmeTier | Follower | None:
             if not writer:
-                return Follower.open(self._nvme.path, wake=wake, **where)
+                return Follower.open(nvme.path, wake=wake, **where)
             return NvmeTier.open(
-                self._nvme.path,
+                nvme.path,
                 capacity=capacity,
                 wake=wake,
                 description=described,
-                payload=self._nvme.payload,
-                read_only=self._nvme.read_only,
+                payload=nvme.payload,
+                read_only=nvme.read_only,
                 **where,
             )
 
-        return _Pool(host, open_tier, writer, self._staging)
+        return _Pool(host, open_tier, writer, self._staging, host_nbytes, is_followed=is_followed)
 
     def _is_shared(self, name: str, host: _Host) -> bool:
         """Return whether all tensor parallel ranks have the same pages in this pool, so that one rank writes them.
@@ -420,7 +467,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return self._config.is_mla_model and name != _MAMBA and not hasattr(host.pool, "head_num")
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._nvme.timeout
+        return time.monotonic() + self._timeout_s
 
     def _move(
         self, what: _Way, name: str, keys: Sequence[str], indices: torch.Tensor | None, deadline: float
@@ -506,16 +553,10 @@ class _Host:
 
 
 class _Pool(StagedPages):
-    """One of SGLang's pools, and its pages on disk."""
+    """One of SGLang's pools, and its pages."""
 
-    def __init__(
-        self,
-        host: _Host,
-        open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
-        is_writer: bool,
-        staging_nbytes: int,
-    ) -> None:
-        super().__init__(host.nbytes, open_tier, is_writer, staging_nbytes)
+    def __init__(self, host: _Host, *rest: Any, **more: Any) -> None:
+        super().__init__(host.nbytes, *rest, **more)
         self.host = host
 
 
@@ -608,100 +649,6 @@ def _close(pools: Iterable[_Pool]) -> None:
 
 
 # -- small parts -------------------------------------------------------------------------------------------
-
-
-class _Prometheus:
-    """TierStore's metrics by pool and rank, in the registry that SGLang exports."""
-
-    def __init__(self) -> None:
-        from prometheus_client import (
-            Counter as Series,
-        )  # after SGLang has chosen the folder for several processes
-        from prometheus_client import Gauge
-
-        by = ("pool", "rank")
-        self._pages = Series(
-            "tierstore_sglang_pages", "Pages that SGLang read or wrote, by outcome.", (*by, "outcome")
-        )
-        self._evicted = Series("tierstore_sglang_evicted_pages", "Pages evicted from disk.", by)
-        self._damaged = Series("tierstore_sglang_damaged_pages", "Pages found damaged on disk.", by)
-        self._held = Gauge(
-            "tierstore_sglang_disk_pages", "Pages on disk.", by, multiprocess_mode="livemostrecent"
-        )
-        self._nbytes = Gauge(
-            "tierstore_sglang_disk_bytes",
-            "Size of the pages on disk.",
-            by,
-            multiprocess_mode="livemostrecent",
-        )
-        self._works = Gauge(
-            "tierstore_sglang_disk_ok",
-            "1 if the disk reads and writes, 0 if it hangs, fails or refuses writes.",
-            by,
-            multiprocess_mode="livemostrecent",
-        )
-        self._seen: Counter[tuple[str, ...]] = Counter()
-        self._lock = threading.Lock()
-
-    def update(self, pool: str, rank: str, figures: dict[str, object]) -> None:
-        """Export the figures of a pool. Counters only grow, even if SGLang detaches and attaches again."""
-        with self._lock:
-            for outcome in OUTCOMES:
-                series = self._pages.labels(pool, rank, outcome)
-                series.inc(self._grown((pool, rank, outcome), figures[f"pages_{outcome}"]))
-            if "state" not in figures:
-                return  # this process keeps no pages of the pool
-            self._evicted.labels(pool, rank).inc(self._grown((pool, rank, "evicted"), figures["evicted"]))
-            self._damaged.labels(pool, rank).inc(
-                self._grown((pool, rank, "damaged"), figures["read_integrity"])
-            )
-            self._held.labels(pool, rank).set(int(str(figures["chunks"])))
-            self._nbytes.labels(pool, rank).set(int(str(figures["used_nbytes"])))
-            self._works.labels(pool, rank).set(figures["state"] == "ok")
-
-    def _grown(self, name: tuple[str, ...], value: object) -> int:
-        """Return how much a counter has grown since the last call. It may have started again from 0."""
-        now, before = int(str(value)), self._seen[name]
-        self._seen[name] = now
-        return now - before if now >= before else now
-
-
-_making = threading.Lock()
-
-
-def _prometheus() -> _Prometheus:
-    with _making:  # a second series of the same name would be refused
-        return _made_prometheus()
-
-
-@cache
-def _made_prometheus() -> _Prometheus:
-    return _Prometheus()
-
-
-class _Rate(NamedTuple):
-    pages: int
-    gigabytes_per_s: float
-
-
-class _Rates:
-    """The transfers since SGLang last asked. Thread-safe."""
-
-    _MOST = 1024
-
-    def __init__(self) -> None:
-        self._by = {"read": deque[_Rate](maxlen=self._MOST), "write": deque[_Rate](maxlen=self._MOST)}
-        self._lock = threading.Lock()
-
-    def add(self, what: str, pages: int, nbytes: int, seconds: float) -> None:
-        with self._lock:
-            self._by[what].append(_Rate(pages, pages * nbytes / max(seconds, 1e-9) / 1e9))
-
-    def take(self, what: str) -> list[_Rate]:
-        with self._lock:
-            found = [*self._by[what]]
-            self._by[what].clear()
-            return found
 
 
 def _page_keys(keys: Sequence[str]) -> list[bytes]:

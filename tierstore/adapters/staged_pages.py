@@ -1,8 +1,12 @@
-"""Pages of an engine's host memory on the NVMe tier, copied through staging buffers.
+"""Pages of an engine's host memory on the NVMe tier, copied through staging buffers, and kept in host memory of ours.
 
 This module serves engines whose host memory must not be touched after a call has returned. A page is copied to the
 engine's memory only after its checksum was verified, and a read that hangs can only write to a staging buffer. Calls
 block, but never longer than their deadline.
+
+With a host cache, a page that was stored or read stays in its staging buffer, and another buffer takes the place of
+this one (``HostCache``). Such a page is not copied a second time, and not verified again, because it has not left our
+memory since it was verified or taken from the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.adapters.chunks import Chunks, FollowedChunks
+from tierstore.adapters.host_cache import HostCache
 from tierstore.errors import TierStoreError
 from tierstore.nvme.direct_io import padded
 from tierstore.nvme.follower import Follower
@@ -57,7 +62,7 @@ class _Rows:
 
 
 class StagedPages:
-    """Pages of one size on an NVMe tier, with staging buffers between the tier and an engine's memory. Thread-safe.
+    """Pages of one size on an NVMe tier, in host memory of ours or both, for an engine's memory. Thread-safe.
 
     The tier's I/O threads report completions through ``_wake``. Callers wait for them on ``_changed``.
     """
@@ -68,6 +73,9 @@ class StagedPages:
         open_tier: Callable[[Callable[[], None]], NvmeTier | Follower | None] | None,
         is_writer: bool,
         staging_nbytes: int,
+        host_nbytes: int = 0,
+        *,
+        is_followed: bool = False,
     ) -> None:
         """Open the tier.
 
@@ -75,12 +83,16 @@ class StagedPages:
             page_nbytes: Size of a page in bytes, or 0 if there are no pages.
             open_tier: Function that opens the tier, given the function that the tier calls when work has completed. If
                 it returns None, because the process that writes the pages has not created the directory yet, it is
-                called again later. None if there are no pages.
+                called again later. None if pages are kept in host memory only, or if there are no pages.
             is_writer: Whether this process writes the pages. If not, it follows the process that does.
             staging_nbytes: Size of all staging buffers in bytes.
+            host_nbytes: Size in bytes of the memory in which pages are kept, in addition to the staging buffers.
+            is_followed: Whether other processes read the pages that this process writes to disk. If so, ``exist``
+                does not count pages that only this process has.
         """
         self.page_nbytes = page_nbytes
         self.is_writer = is_writer
+        self._is_followed = is_followed
         self._changed = threading.Condition()
         self._jobs = count(1)
         self._arrived: dict[int, frozenset[bytes]] = {}
@@ -96,13 +108,21 @@ class StagedPages:
         self._closed = False
         self._cleared = 0
         """How many times the pages were removed. A call that began before the last time moves no more pages."""
-        if open_tier is None:
+        self._cache: HostCache | None = None
+        self._row_nbytes = row_nbytes = padded(page_nbytes)
+        self._loading, self._storing = _Rows([]), _Rows([])
+        self._staging_rows = (0, 0)
+        if page_nbytes == 0:
             return
-        row_nbytes = padded(page_nbytes)
-        rows = max(_LEAST_ROWS, staging_nbytes // row_nbytes)
-        self._memory = buffer(rows * row_nbytes).reshape(rows, row_nbytes)
+        rows, kept = max(_LEAST_ROWS, staging_nbytes // row_nbytes), host_nbytes // row_nbytes
+        self._memory = buffer((rows + kept) * row_nbytes).reshape(rows + kept, row_nbytes)
         self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
         self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
+        self._staging_rows = (rows // 2, rows - rows // 2)
+        if kept:
+            self._cache = HostCache(range(rows, rows + kept))
+        if open_tier is None:
+            return
         if is_writer:
             self._take_over(open_tier(self._wake))
         else:
@@ -119,25 +139,31 @@ class StagedPages:
         return 0 if self._chunks is None else self._chunks.figures()["chunks"]
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which pages are on disk or being written. Does not wait for the disk."""
+        """Return which pages are in host memory of ours, on disk or being written. Does not wait for the disk."""
         with self._changed:
-            if not self._works(keys):
-                return [False] * len(keys)
-            return [self._has(key) for key in keys]
+            works = self._works(keys)
+            return [
+                (works and self._has(key)) or (not self._is_followed and self._keeps(key)) for key in keys
+            ]
 
     def get(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
         """Read pages, and call ``copy(index, row)`` for each page that arrived, on the calling thread.
 
-        The disk reads the next pages while ``copy`` runs. Does not wait after ``deadline`` (time.monotonic()).
+        Pages in host memory of ours come first. The disk reads the next pages while ``copy`` runs. Does not wait after
+        ``deadline`` (time.monotonic()).
         """
-        found = [False] * len(keys)
-        wanted: list[int] = []
         with self._changed:
-            chunks, memory, began = self._chunks, self._memory, self._cleared
-            if chunks is not None and self._works(keys):
-                self._wait(lambda: not any(map(chunks.writes, keys)), deadline)
-                wanted = [index for index, key in enumerate(keys) if chunks.holds(key)]
-                chunks.used([keys[index] for index in wanted])
+            began = self._cleared
+        found = self._get_kept(keys, copy, began)
+        kept, wanted = sum(found), list[int]()
+        lacking = [index for index, is_found in enumerate(found) if not is_found]
+        with self._changed:
+            chunks, memory = self._chunks, self._memory
+            if chunks is not None:
+                if lacking and self._works([keys[index] for index in lacking]):
+                    self._wait(lambda: not any(chunks.writes(keys[index]) for index in lacking), deadline)
+                    wanted = [index for index in lacking if chunks.holds(keys[index])]
+                chunks.used(keys)
         ahead: deque[tuple[int, list[int], list[int]]] = deque()
         begun = 0
         try:
@@ -168,6 +194,8 @@ class StagedPages:
                         copy(place, memory[row])
                         found[place] = True
                 with self._changed:
+                    if self._cleared == began:
+                        self._keep_read(job, [keys[place] for place in places], arrived)
                     self._abandon(job)
                 ahead.popleft()
         finally:
@@ -175,24 +203,56 @@ class StagedPages:
                 for job, _, _ in ahead:
                     self._abandon(job)
         timeout = bool(ahead) and time.monotonic() >= deadline
-        self._count({"timeout": timeout, "hit": sum(found), "miss": len(found) - sum(found)})
+        self._mark_used(keys)
+        hits = sum(found)
+        self._count({"timeout": timeout, "hit": hits, "host_hit": kept, "miss": len(found) - hits})
+        return found
+
+    def _get_kept(self, keys: Sequence[bytes], copy: Copy, began: int) -> list[bool]:
+        """Call ``copy`` for the pages in host memory of ours. Their rows are pinned until they were copied."""
+        found = [False] * len(keys)
+        with self._changed:
+            cache, memory = self._cache, self._memory
+            if cache is None or self._closed or self._cleared != began:
+                return found
+            cache.used(keys)  # so that pages of this call are not evicted for others of it
+            rows = cache.pin(keys)
+        places = [*rows]
+        try:
+            for start in range(0, len(places), self._group):
+                if self._cleared != began:
+                    break
+                for place in places[start : start + self._group]:
+                    copy(place, memory[rows[place]])
+                    found[place] = True
+        finally:
+            with self._changed:
+                for row in rows.values():
+                    cache.unpin(row)
         return found
 
     def put(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
         """Call ``copy(index, row)`` for each page that is not on disk yet, and queue writes of the rows.
 
-        Waits for staging buffers until ``deadline`` (time.monotonic()). Returns which pages are on disk or being
-        written.
+        Waits for staging buffers until ``deadline`` (time.monotonic()). If the disk refuses writes or there is none,
+        pages are kept in host memory of ours only. Returns which pages are there, on disk or being written.
         """
         with self._changed:
-            chunks, tier, memory, began = self._chunks, self._tier, self._memory, self._cleared
-            wanted = [index for index, key in enumerate(keys) if not self._has(key)]
+            memory, began, writes = self._memory, self._cleared, self._takes_writes()
+            wanted = [
+                index
+                for index, key in enumerate(keys)
+                if not (self._has(key) or (not writes and self._keeps(key)))
+            ]
             wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
+            if self._cache is not None:
+                self._cache.used(keys)  # so that pages of this call are not evicted for others of it
         done = 0
-        while chunks is not None and tier is not None and done < len(wanted):
+        while done < len(wanted):
             with self._changed:
-                # If only reads fail ("absent"), writes are still tried.
-                if self._closed or tier.read_only or tier.state == "read_only" or self._cleared != began:
+                if self._closed or self._cleared != began:
+                    break
+                if self._cache is None and not self._takes_writes():
                     break
                 if not self._wait(lambda: bool(self._storing.free), deadline):
                     break
@@ -205,17 +265,16 @@ class StagedPages:
                     copy(place, memory[row])
                 with self._changed:
                     if not self._closed and self._cleared == began:
-                        job = next(self._jobs)
-                        self._storing.busy[job] = rows
                         stored = True
-                        chunks.store(job, [keys[place] for place in places], rows)
-                        self._collect()
+                        self._store([keys[place] for place in places], rows)
             finally:
                 if not stored:
                     with self._changed:
                         self._storing.free += rows
+                        self._changed.notify_all()
+        self._mark_used(keys)
         with self._changed:
-            kept = [self._cleared == began and self._has(key) for key in keys]
+            kept = [self._cleared == began and (self._has(key) or self._keeps(key)) for key in keys]
         self._count({"stored": sum(kept), "refused": len(kept) - sum(kept)})
         return kept
 
@@ -223,7 +282,9 @@ class StagedPages:
         """Remove all pages, including those that are being copied or written by calls in progress."""
         with self._changed:
             self._cleared += 1
-            if self._chunks is not None and not self._closed:
+            if self._cache is not None:
+                self._cache.clear()
+            if self._chunks is not None and self.is_writer and not self._closed:
                 self._chunks.clear()
 
     def flush(self, deadline: float) -> bool:
@@ -243,6 +304,7 @@ class StagedPages:
             chunks = self._chunks
             self._changed.notify_all()
         if chunks is None:
+            self._let_go(None)
             return
         try:
             chunks.close(timeout_s)
@@ -255,6 +317,13 @@ class StagedPages:
         """Return counters, the number and size of pages, and the state of the disk. Does not access the disk."""
         with self._changed:
             found: dict[str, object] = {f"pages_{name}": self._counts[name] for name in OUTCOMES}
+            if (cache := self._cache) is not None:
+                found |= {
+                    "pages_host_hit": self._counts["host_hit"],
+                    "host_pages": len(cache),
+                    "host_nbytes": len(cache) * self._row_nbytes,
+                    "host_evicted": cache.evicted,
+                }
             if self._chunks is not None and self._tier is not None:
                 found |= {**self._tier.counters(), "state": self._tier.state, **self._chunks.figures()}
             return found
@@ -267,21 +336,25 @@ class StagedPages:
     def check(self) -> list[str]:
         """Return a description of each broken invariant."""
         with self._changed:
-            chunks, tier = self._chunks, self._tier
-            if chunks is None or tier is None or self._closed:
+            if self._closed:
                 return []
             self._collect()
-            faults = []
-            half = len(self._memory) // 2
-            for rows, where in (
-                (self._loading, range(half)),
-                (self._storing, range(half, len(self._memory))),
-            ):
-                used = sorted([*rows.free, *(row for busy in rows.busy.values() for row in busy)])
-                if used != [*where] and self._waiting == set() and not self._arrived:
-                    faults.append(
-                        f"staging rows {sorted(set(where) - set(used))} are neither free nor in use"
-                    )
+            cache = self._cache
+            faults = [] if cache is None else cache.check()
+            owned = [] if cache is None else cache.rows()
+            idle = self._waiting == set() and not self._arrived
+            for rows, count in zip((self._loading, self._storing), self._staging_rows, strict=True):
+                mine = [*rows.free, *(row for busy in rows.busy.values() for row in busy)]
+                mine = [row for row in mine if cache is None or not cache.owns(row)]
+                owned += mine
+                if idle and len(mine) != count:
+                    faults.append(f"{len(mine)} of {count} staging rows are free or in use")
+            if idle and sorted(owned) != [*range(len(self._memory))]:
+                missing = sorted(set(range(len(self._memory))) - set(owned))
+                faults.append(f"rows {missing} are neither free nor in use")
+            chunks, tier = self._chunks, self._tier
+            if chunks is None or tier is None:
+                return faults
             used_nbytes = chunks.figures()["used_nbytes"]
             if used_nbytes > tier.budget_nbytes:
                 in_use, budget = exact_size(used_nbytes), exact_size(tier.budget_nbytes)
@@ -319,6 +392,45 @@ class StagedPages:
             return False
         return chunks.holds(key) or (tier.state == "ok" and chunks.writes(key))
 
+    def _keeps(self, key: bytes) -> bool:
+        return self._cache is not None and not self._closed and key in self._cache
+
+    def _takes_writes(self) -> bool:
+        """Return whether the disk accepts writes. If only reads fail ("absent"), writes are still tried."""
+        tier = self._tier
+        return tier is not None and not (tier.read_only or tier.state == "read_only")
+
+    def _store(self, keys: Sequence[bytes], rows: list[int]) -> None:
+        """Keep pages in host memory of ours, and queue writes of their rows if the disk accepts them.
+
+        A page is pinned until its write has ended, so it is not evicted before. Frees the rows that the cache gives
+        for these, and later, in ``_settle``, those that it did not take.
+        """
+        chunks, cache = self._chunks, self._cache
+        writes = chunks is not None and self._takes_writes()
+        if cache is not None:
+            given = [
+                cache.keep(key, row, pinned=writes) for key, row in reversed([*zip(keys, rows, strict=True)])
+            ]
+            self._storing.free += [row for row in given if not (writes and row in rows)]
+        elif not writes:
+            self._storing.free += rows
+        if chunks is not None and writes:
+            job = next(self._jobs)
+            self._storing.busy[job] = rows
+            chunks.store(job, keys, rows)
+        self._changed.notify_all()
+        self._collect()
+
+    def _keep_read(self, job: int, keys: Sequence[bytes], arrived: frozenset[bytes]) -> None:
+        """Keep the pages of a load that has ended in host memory of ours."""
+        if self._cache is not None and not self._closed:
+            rows = self._loading.busy[job]
+            self._loading.busy[job] = [
+                self._cache.keep(key, row) if key in arrived else row
+                for key, row in reversed([*zip(keys, rows, strict=True)])
+            ]
+
     def _load(self, keys: Sequence[bytes], rows: list[int]) -> int:
         assert self._chunks is not None
         job = next(self._jobs)
@@ -355,7 +467,7 @@ class StagedPages:
     def _settle(self, chunks: Chunks) -> None:
         for done in chunks.finished():
             if not done.is_load:
-                self._storing.free += self._storing.busy.pop(done.job)
+                self._end_store(done.job)
             elif done.job in self._waiting:
                 self._waiting.discard(done.job)
                 self._arrived[done.job] = frozenset(done.arrived)
@@ -364,16 +476,25 @@ class StagedPages:
         chunks.removed()
         self._changed.notify_all()
 
+    def _end_store(self, job: int) -> None:
+        for row in self._storing.busy.pop(job):
+            if self._cache is not None and self._cache.owns(row):
+                self._cache.unpin(row)
+            else:
+                self._storing.free.append(row)
+
     # -- without the lock ----------------------------------------------------------------------------------
 
     def _keep_closing(self, chunks: Chunks) -> None:
         _close_at_last(chunks)
         self._let_go(chunks)
 
-    def _let_go(self, chunks: Chunks) -> None:
-        """Free the staging buffers after the tier has closed."""
+    def _let_go(self, chunks: Chunks | None) -> None:
+        """Free the memory after the tier has closed."""
         with self._changed:
-            self._settle(chunks)
+            if chunks is not None:
+                self._settle(chunks)
+            self._cache = None
             self._chunks = self._tier = self._open_tier = None  # part of a cycle of references with the tier
             self._memory = self._memory[:0].copy()
 
@@ -412,6 +533,11 @@ class StagedPages:
         """Called by the tier's I/O threads, with none of their locks held."""
         with self._changed:
             self._collect()
+
+    def _mark_used(self, keys: Sequence[bytes]) -> None:
+        with self._changed:
+            if self._cache is not None:
+                self._cache.used(keys)
 
     def _count(self, pages: dict[str, int]) -> None:
         with self._changed:
