@@ -87,11 +87,11 @@ def test_next_run_follows_a_plan_into_the_same_buffers() -> None:
     way = InPlace(CPU, kernels=KERNELS_HERE, tiles=SMALL, max_pages=40)
     first = Scene.of(Case([300, 2, 0]))
     first.require_right(*first.run(way))
-    places = (way._numbers.data_ptr(), way._parts.data_ptr(), way._items.shape)  # type: ignore[union-attr]
+    places = (way._numbers.data_ptr(), way._parts.results.data_ptr(), way._items.shape)  # type: ignore[union-attr]
     for lens in ([5, 0, 400], [0, 0, 0], [100, 100, 100]):
         scene = Scene.of(Case(lens))
         scene.require_right(*scene.run(way))
-        assert (way._numbers.data_ptr(), way._parts.data_ptr(), way._items.shape) == places  # type: ignore[union-attr]
+        assert (way._numbers.data_ptr(), way._parts.results.data_ptr(), way._items.shape) == places  # type: ignore[union-attr]
 
 
 def test_a_plan_that_does_not_fit_fixed_buffers_changes_nothing() -> None:

@@ -123,8 +123,8 @@ def test_one_long_sequence_fills_the_programs_once() -> None:
 BUGS = [
     Bug(
         "the last tile is left out",
-        "-(-(table.kv_lens - start) // block_n)",
-        "(table.kv_lens - start) // block_n",
+        "-(-(table.ends - start) // block_n)",
+        "(table.ends - start) // block_n",
     ),
     Bug("splits overlap", "start[of] + split * step", "start[of] + split * step - 16"),
     Bug("sequences share parts", "np.cumsum(parts) - parts", "np.cumsum(parts) * 0"),

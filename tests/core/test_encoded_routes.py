@@ -197,16 +197,16 @@ def require_two_in_turn(module: ModuleType) -> None:
 
 RING_BUGS = [
     Bug("a load fills a slab that is not empty yet", "                stream.wait_event(slab.free)\n", ""),
-    Bug("a load is decoded before it has arrived", "                kernels.wait_event(ring.ready)\n", ""),
+    Bug("a load is decoded before it has arrived", "                kernels.wait_event(slab.full)\n", ""),
     Bug("no event is recorded after a slab is emptied", "                slab.free.record(kernels)\n", ""),
     Bug(
         "a save fills a slab that is still being copied",
         "                kernels.wait_event(slab.free)\n",
         "",
     ),
-    Bug("a save is copied before it is encoded", "                stream.wait_event(ring.ready)\n", ""),
+    Bug("a save is copied before it is encoded", "                stream.wait_event(slab.full)\n", ""),
     Bug("no event is recorded after a save is copied", "                slab.free.record(stream)\n", ""),
-    Bug("only one slab is used", "(at + 1) % SLABS\n        return", "at\n        return"),
+    Bug("only one slab is used", "(at + 1) % len(self.slabs)\n        return", "at\n        return"),
 ]
 """Bugs in the ring of slabs, which every route has. The tests of each kind of route must detect them."""
 

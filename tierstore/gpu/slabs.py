@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tierstore.page import PageLayout
 
 SLABS = 2
-"""Number of slabs in a ring. Kernels work on one slab while the other is transferred."""
+"""Default number of slabs in a ring. Kernels work on one slab while the other is transferred."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -245,13 +245,18 @@ class ByLayers:
 
 
 class Slab(NamedTuple):
-    """One slab of a ring: its index, its bytes, and the event recorded after its last use.
+    """One slab of a ring.
 
-    ``free`` is unrecorded until the first use.
+    Attributes:
+        number: Its index in the ring.
+        rows: Its bytes.
+        full: Recorded when its rows are complete. The stream that reads the rows waits for it.
+        free: Recorded after its last use. Unrecorded until the first use.
     """
 
     number: int
     rows: torch.Tensor
+    full: Any
     free: Any
 
 
@@ -261,25 +266,24 @@ class Ring:
     Not thread-safe: queue one copy at a time.
     """
 
-    def __init__(self, nbytes: int, stream: torch.cuda.Stream, card: Card) -> None:
-        """Allocate the slabs with ``nbytes`` bytes each. Kernels run on ``stream``."""
+    def __init__(self, nbytes: int, stream: torch.cuda.Stream, card: Card, count: int = SLABS) -> None:
+        """Allocate ``count`` slabs with ``nbytes`` bytes each. Kernels run on ``stream``."""
         self.nbytes = nbytes
         self.stream = stream
         self.card = card
         # Zeroed, because the bytes after the payload in a row are transferred too, and must not leak old
         # data.
-        self.memory = card.zeros(SLABS * nbytes)
-        self.ready = card.event()
-        """Recorded when the rows of a slab are complete. The stream that reads the rows waits for it."""
-        self._slabs = [
-            Slab(i, self.memory[i * nbytes : (i + 1) * nbytes], card.event()) for i in range(SLABS)
+        self.memory = card.zeros(count * nbytes)
+        self.slabs = [
+            Slab(i, self.memory[i * nbytes : (i + 1) * nbytes], card.event(), card.event())
+            for i in range(count)
         ]
         self._next = 0
 
     @classmethod
-    def open(cls, nbytes: int, driver: Driver, device: torch.device) -> Ring:
+    def open(cls, nbytes: int, driver: Driver, device: torch.device, count: int = SLABS) -> Ring:
         """Return a ring in device memory, with a new stream. Blocks until the slabs are zeroed."""
-        ring = cls(nbytes, driver.stream(device.index), TorchCard(device))
+        ring = cls(nbytes, driver.stream(device.index), TorchCard(device), count)
         ring.memory.record_stream(ring.stream)  # in case the store is garbage-collected with copies in flight
         torch.cuda.current_stream(device).synchronize()  # slabs must be zeroed before other streams use them
         return ring
@@ -287,7 +291,7 @@ class Ring:
     @property
     def addresses(self) -> list[int]:
         """Return the device address of each slab."""
-        return [self.memory.data_ptr() + i * self.nbytes for i in range(SLABS)]
+        return [self.memory.data_ptr() + slab.number * self.nbytes for slab in self.slabs]
 
     def turn(self) -> Slab:
         """Return the next slab.
@@ -295,8 +299,8 @@ class Ring:
         Do not write to the slab before its ``free`` event has completed, and record ``free`` after its last use.
         """
         at = self._next
-        self._next = (at + 1) % SLABS
-        return self._slabs[at]
+        self._next = (at + 1) % len(self.slabs)
+        return self.slabs[at]
 
 
 class Carrier(Protocol):
@@ -377,8 +381,8 @@ class SlabCopies:
                 slab = ring.turn()
                 stream.wait_event(slab.free)
                 self._carriers[slab.number].load(self._numbers[: len(at)], at, stream)
-                ring.ready.record(stream)
-                kernels.wait_event(ring.ready)
+                slab.full.record(stream)
+                kernels.wait_event(slab.full)
                 self.coder.decode(Share(batch, slab.rows, first, len(at), kernels))
                 slab.free.record(kernels)
         return None if batch.flags is None else batch.flags.numpy()
@@ -400,8 +404,8 @@ class SlabCopies:
                 slab = ring.turn()
                 kernels.wait_event(slab.free)
                 self.coder.encode(Share(batch, slab.rows, first, len(at), kernels))
-                ring.ready.record(kernels)
-                stream.wait_event(ring.ready)
+                slab.full.record(kernels)
+                stream.wait_event(slab.full)
                 self._carriers[slab.number].save(self._numbers[: len(at)], at, stream)
                 slab.free.record(stream)
         return None if batch.flags is None else batch.flags.numpy()

@@ -36,7 +36,7 @@ def attend(
     lse = torch.full(out.shape[:2], -torch.inf, dtype=wide, device=q.device)
     for row in range(table.batch):
         rows = slice(int(table.qo_indptr[row]), int(table.qo_indptr[row + 1]))
-        if table.kv_lens[row] and rows.start < rows.stop:
+        if table.ends[row] > table.first_seen[row] and rows.start < rows.stop:
             out[rows], lse[rows] = _attend_one(q[rows].to(wide), pages, table, row)
     return out, lse
 
@@ -59,20 +59,21 @@ def _attend_one(
     q: torch.Tensor, pages: torch.Tensor, table: Paging, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape, width = table.shape, len(q)
-    first, end = int(table.first_seen[row]), int(table.kv_lens[row])
+    first, end, length = (int(x[row]) for x in (table.first_seen, table.ends, table.kv_lens))
     planes = gather(pages, table, row, first, end).to(q.dtype)
     keys, values = planes[0], planes[-1][..., : shape.head_dim_vo]
     grouped = q.view(width, shape.num_kv_heads, shape.group, shape.head_dim)
     scores = torch.einsum("qhgd,nhd->qhgn", grouped, keys) * shape.sm_scale
     if shape.causal:
-        place = torch.arange(end - width, end, device=q.device)[:, None]
+        place = torch.arange(length - width, length, device=q.device)[:, None]
         token = torch.arange(first, end, device=q.device)[None]
         hidden = token > place
         if shape.window_left >= 0:
             hidden |= token < place - shape.window_left
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    out = torch.einsum("qhgn,nhd->qhgd", torch.exp(scores - lse[..., None]), values)
+    floor = lse.masked_fill(lse == -torch.inf, 0.0)  # a query may see none of these tokens
+    out = torch.einsum("qhgn,nhd->qhgd", torch.exp(scores - floor[..., None]), values)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -199,5 +200,5 @@ def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
     if device.type != "cuda":
         return "reference"
     row = table.shape.num_qo_heads * table.shape.head_dim
-    enough = (table.widths >= GATHERED_QUERIES) & (table.widths * table.kv_lens * row >= GATHERED_WORK)
+    enough = (table.widths >= GATHERED_QUERIES) & (table.widths * table.ends * row >= GATHERED_WORK)
     return "gathered" if fits and bool(enough.any()) else "triton"

@@ -147,9 +147,10 @@ class Gathered:
     ) -> None:
         heads, width, dim = found.shape
         self._kernels.join[(width, heads)](
-            self._sums, lse, found, found_lse, out,
+            self._sums, lse, found, found_lse, out, lse,
             *found.stride()[:2], *found_lse.stride(),
-            HEADS=heads, DV=dim, BLOCK_V=1 << (dim - 1).bit_length(), FIRST=first, LAST=last, num_warps=1,
+            HEADS=heads, DV=dim, BLOCK_V=1 << (dim - 1).bit_length(), FIRST=first, LAST=last, PLACED=False,
+            num_warps=1,
         )  # fmt: skip
 
 

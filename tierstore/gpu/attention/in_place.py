@@ -75,7 +75,7 @@ def divide(table: Paging, block_m: int, block_n: int, room: Room) -> Work:
     """
     blocks = -(-table.widths * table.shape.group // block_m)
     start = table.first_seen // block_n * block_n
-    tiles = np.where(blocks > 0, -(-(table.kv_lens - start) // block_n), 0)
+    tiles = np.where(blocks > 0, np.maximum(-(-(table.ends - start) // block_n), 0), 0)
     step = _tiles_each(table, blocks, tiles, room)
     splits = -(-tiles // step)
     parts = np.where(splits > 1, splits * table.widths, 0)
@@ -131,7 +131,7 @@ def _items(
     block, split = local // splits[of], local % splits[of]
     group = table.shape.group
     length, width = table.kv_lens[of], table.widths[of]
-    end = np.minimum(start[of] + (split + 1) * step, length)
+    end = np.minimum(start[of] + (split + 1) * step, table.ends[of])
     if table.shape.causal:
         last_row = np.minimum((block + 1) * block_m, width * group) - 1
         end = np.minimum(end, length - width + last_row // group + 1)
@@ -153,6 +153,20 @@ _LARGE = (9, 10)
 """Major compute capabilities of GPUs with large shared memory."""
 _SMALL = 16
 """Number of rows in the smallest block: the minimum for a matrix instruction."""
+
+
+class Parts:
+    """Memory for the parts of a step. Backends whose runs are queued on one stream may share it."""
+
+    def __init__(self) -> None:
+        self.results = self.logarithms = torch.empty(0, dtype=torch.float32)
+
+    def reserve(self, rows: int, dim: int, device: torch.device) -> None:
+        """Make room for ``rows`` results of ``dim`` elements and their logarithms. Never shrinks."""
+        if self.logarithms.numel() < rows or self.logarithms.device != device:
+            self.logarithms = torch.empty(rows, dtype=torch.float32, device=device)
+        if self.results.numel() < rows * dim or self.results.device != device:
+            self.results = torch.empty(rows * dim, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +224,7 @@ class InPlace:
         kernels: ModuleType | None = None,
         max_pages: int | None = None,
         tiles: Tiles | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """Choose the kernels.
 
@@ -218,6 +233,7 @@ class InPlace:
             kernels: The module with the kernels. None for the package's own, which need a GPU.
             max_pages: See ``PagedDecode``.
             tiles: The launch parameters. None to choose them by shape.
+            parts: Memory for parts that other backends use too. None for memory of its own.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -225,6 +241,7 @@ class InPlace:
             kernels = own
         self._kernels: Any = kernels
         self._device, self._max_pages, self._given = device, max_pages, tiles
+        self._parts = parts or Parts()
         self._numbers: torch.Tensor | None = None
         self._fixed: tuple[int, Shape] | None = None
         self._most_items = 0
@@ -265,14 +282,14 @@ class InPlace:
         constants = constants_of(shape, tiles, pages.shape[1])
         if len(self._items):
             self._kernels.attend[(shape.num_kv_heads, len(self._items))](
-                q, pages, self._table, self._items, out, lse, self._parts, self._part_lse,
+                q, pages, self._table, self._items, out, lse, self._parts.results, self._parts.logarithms,
                 q.stride(0), q.stride(1), *pages.stride()[:4], shape.sm_scale * _LOG2_E, shape.window_left,
                 **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         if self._merges:
             block = int(constants["BLOCK_V"])
             self._kernels.merge[(self._num_queries, shape.num_qo_heads)](
-                self._parts, self._part_lse, self._queries, out, lse,
+                self._parts.results, self._parts.logarithms, self._queries, out, lse,
                 HEADS=shape.num_qo_heads, DV=shape.head_dim_vo, BLOCK_V=block,
                 BLOCK_S=max(4, 8192 // block), num_warps=4,
             )  # fmt: skip
@@ -296,13 +313,9 @@ class InPlace:
         self._numbers[: len(host)].copy_(torch.from_numpy(host))
         items, queries, self._table = torch.split(self._numbers[: len(host)], list(lengths))
         self._items, self._queries = items.view(-1, FIELDS), queries.view(-1, 2)
-        self._make_parts(num_items if fixed else work.num_parts, table.shape)
-
-    def _make_parts(self, number: int, shape: Shape) -> None:
-        wanted = max(1, number) * shape.num_qo_heads
         if self._fixed is None:
-            self._part_lse = torch.empty(wanted, dtype=torch.float32, device=self._device)
-            self._parts = torch.empty(wanted * shape.head_dim_vo, dtype=torch.float32, device=self._device)
+            number = max(1, num_items if fixed else work.num_parts)
+            self._parts.reserve(number * table.shape.num_qo_heads, table.shape.head_dim_vo, self._device)
 
 
 def _page_numbers(table: Paging) -> np.ndarray[Any, np.dtype[np.int32]]:

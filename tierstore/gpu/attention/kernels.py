@@ -212,19 +212,23 @@ def merge(
 
 @triton.jit
 def join(
-    sums, sum_lse, found, found_lse, out, found_head, found_query, lse_head, lse_query,
+    sums, sum_lse, found, found_lse, out, places, found_head, found_query, lse_head, lse_query,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     """Merge attention over further keys into the previous result of one query and head.
 
     ``found`` and ``found_lse`` contain the attention over the further keys, ``sums`` and ``sum_lse`` the previous
     result, which is ignored with ``FIRST``. With ``LAST``, the merged result is stored in ``out`` instead of
-    ``sums``.
+    ``sums``. With ``PLACED``, query i of ``found`` is query ``places[i]`` of all other tensors.
     """
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, BLOCK_V)
     known = dim < DV
-    at = query * HEADS + head
+    at = query
+    if PLACED:
+        at = tl.load(places + query).to(tl.int64)
+    at = at * HEADS + head
     mixed = tl.load(found + head * found_head + query * found_query + dim, mask=known, other=0.0).to(
         tl.float32
     )
@@ -232,10 +236,13 @@ def join(
     if not FIRST:
         before = tl.load(sum_lse + at)
         higher = tl.maximum(before, logs)
-        mine, other = tl.exp(logs - higher), tl.exp(before - higher)
+        floor = tl.where(higher == -float("inf"), 0.0, higher)
+        mine, other = tl.exp(logs - floor), tl.exp(before - floor)
+        nothing = mine + other == 0
+        total = tl.where(nothing, 1.0, mine + other)
         sums_here = tl.load(sums + at * DV + dim, mask=known, other=0.0)
-        mixed = (mixed * mine + sums_here * other) / (mine + other)
-        logs = higher + tl.log(mine + other)
+        mixed = (mixed * mine + sums_here * other) / total
+        logs = tl.where(nothing, -float("inf"), floor + tl.log(total))
     if LAST:
         tl.store(out + at * DV + dim, mixed.to(out.dtype.element_ty), mask=known)
     else:

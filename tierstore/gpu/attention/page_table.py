@@ -77,15 +77,17 @@ class Shape:
 class Paging:
     """The page table for a batch of sequences, as int64 arrays in host memory.
 
-    Sequence ``i`` has ``kv_lens[i]`` tokens in the pages ``indices[indptr[i]:indptr[i + 1]]``. Its queries
-    have the indices ``qo_indptr[i]`` (inclusive) to ``qo_indptr[i + 1]`` (exclusive) and belong to its last
-    tokens.
+    Sequence ``i`` has ``kv_lens[i]`` tokens. The first ``ends[i]`` of them are in the pages
+    ``indices[indptr[i]:indptr[i + 1]]``. Its queries have the indices ``qo_indptr[i]`` (inclusive) to ``qo_indptr[i
+    + 1]`` (exclusive) and belong to its last tokens. ``ends`` is less than ``kv_lens`` only if attention over the
+    other tokens is computed separately (see ``streamed``).
     """
 
     qo_indptr: NDArray[np.int64]
     indptr: NDArray[np.int64]
     indices: NDArray[np.int64]
     kv_lens: NDArray[np.int64]
+    ends: NDArray[np.int64]
     shape: Shape
 
     @classmethod
@@ -129,7 +131,7 @@ class Paging:
                     f"a causal sequence must have no more queries than tokens, "
                     f"got {widths[i]} queries for {lens[i]} tokens in sequence {i}"
                 )
-        return cls(queries, starts, pages, lens, shape)
+        return cls(queries, starts, pages, lens, lens, shape)
 
     @property
     def batch(self) -> int:

@@ -52,8 +52,8 @@ class _Paged:
         assert way is not None
         table.require(q, pages)
         want = (*q.shape[:2], table.shape.head_dim_vo)
-        out = _place("out", out, want, table.shape.out_dtype, q.device)
-        lse = _place("lse", lse, want[:2], torch.float32, q.device)
+        out = place_for("out", out, want, table.shape.out_dtype, q.device)
+        lse = place_for("lse", lse, want[:2], torch.float32, q.device)
         way.run(q, pages, out, lse)
         return (out, lse) if return_lse else out
 
@@ -124,7 +124,7 @@ class PagedDecode(_Paged):
         Raises:
             ValueError: An argument is invalid. The previous plan remains valid.
         """
-        shape = _shape(
+        shape = shape_of(
             num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo, True, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
@@ -213,7 +213,7 @@ class PagedPrefill(_Paged):
                 pages when ``run`` is called.
             causal: Whether each query sees only the tokens up to its own. Required if ``window_left`` is not -1.
         """
-        shape = _shape(
+        shape = shape_of(
             num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, causal, window_left, sm_scale,
             q_data_type, o_data_type,
         )  # fmt: skip
@@ -242,7 +242,7 @@ class PagedPrefill(_Paged):
         return self._run(q, paged_kv_cache, out, lse, return_lse)
 
 
-def _shape(
+def shape_of(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -254,6 +254,7 @@ def _shape(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
 ) -> Shape:
+    """Return the shape that the arguments of ``plan`` describe. Raises ValueError if one is invalid."""
     return Shape(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -268,9 +269,10 @@ def _shape(
     )
 
 
-def _place(
+def place_for(
     name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """Return ``given``, or a new tensor if it is None. Raises ValueError if ``given`` does not fit."""
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(given.shape) != shape or given.dtype != dtype or not given.is_contiguous():
