@@ -33,7 +33,7 @@ from tierstore.errors import ConfigError, IntegrityError
 from tierstore.gpu import addresses
 from tierstore.gpu.addresses import GroupStrides
 from tierstore.gpu.copy_routes import KERNEL_HANDICAP, SIZES, DmaRoute, KernelRoute, rates_of
-from tierstore.gpu.driver import Driver, has_happened
+from tierstore.gpu.driver import Driver, DriverError, has_happened
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import torch_dtype
 from tierstore.gpu.quant.coder import FETCH_GRID, Coder, can_fetch
@@ -293,19 +293,11 @@ class ThreadRows:
 
 
 class _Filled(NamedTuple):
-    """A slab that is full or being filled: with which layer, with which chunk, and with which host slots."""
+    """A slab that is full or being filled with a layer of the pages in these host slots."""
 
     slab: Slab
     layer: int
-    chunk: int
     slots: NDArray[np.int64]
-
-
-class _Idle(NamedTuple):
-    """A slab that may be filled once ``after`` has completed."""
-
-    slab: Slab
-    after: Any
 
 
 class PageStream:
@@ -339,7 +331,7 @@ class PageStream:
         shape = (self.rows, *spec.shape[1:])
         used = self.rows * spec.layer_nbytes
         self._pages = [slab.rows[:used].view(torch_dtype(spec)).view(shape) for slab in ring.slabs]
-        self._idle = deque(_Idle(slab, slab.free) for slab in ring.slabs)
+        self._idle = deque(ring.slabs)
         self._ahead: deque[_Filled] = deque()
         self.chunks: Sequence[NDArray[np.int64]] = ()
         """The chunks that are followed now."""
@@ -444,7 +436,7 @@ class PageStream:
         if layer not in self._layers:
             raise ValueError(f"layer must be one of {self._layers}, which were planned, got {layer}")
         for index, slots in enumerate(self.chunks):
-            if not self._ahead or not self._is_at(self._ahead[0], layer, index, slots):
+            if not self._ahead or not self._is_at(self._ahead[0], layer, slots):
                 self._discard(0)
                 self._next = self._layers.index(layer) * len(self.chunks) + index
                 self._top_up()
@@ -455,7 +447,7 @@ class PageStream:
                 yield index, self._pages[slab.number]
             finally:
                 slab.free.record(current)
-                self._idle.append(_Idle(slab, slab.free))
+                self._idle.append(slab)
             self._top_up()
 
     def release(self) -> Event:
@@ -484,42 +476,37 @@ class PageStream:
         """Discard all copies that are queued ahead, and wait for those in flight. Idempotent."""
         self.release().synchronize()
 
-    def _positions(self, first: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-        """Yield the layer, the index of the chunk, and its host slots, from the position ``first`` on, endlessly."""
+    def _positions(self, first: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the layer and the host slots to fill slabs with, from the position ``first`` on, endlessly."""
         position = first
         while self.chunks and self._layers:
             layer, chunk = divmod(position, len(self.chunks))
-            yield self._layers[layer % len(self._layers)], chunk, self.chunks[chunk]
+            yield self._layers[layer % len(self._layers)], self.chunks[chunk]
             position += 1
 
     @staticmethod
-    def _is_at(filled: _Filled, layer: int, chunk: int, slots: NDArray[np.int64]) -> bool:
-        return (filled.layer, filled.chunk) == (layer, chunk) and (
-            filled.slots is slots or np.array_equal(filled.slots, slots)
-        )
+    def _is_at(filled: _Filled, layer: int, slots: NDArray[np.int64]) -> bool:
+        same = filled.slots is slots or np.array_equal(filled.slots, slots)
+        return same and filled.layer == layer
 
     def _discard(self, kept: int) -> None:
-        """Give back all slabs that are full or being filled, except the first ``kept``."""
+        """Give back all slabs that are full or being filled, except the first ``kept``.
+
+        They can be filled at once, because all fills are queued on one stream.
+        """
         self.restarts += len(self._ahead) > kept
         while len(self._ahead) > kept:
-            slab = self._ahead.pop().slab
-            self._idle.append(_Idle(slab, slab.full))
+            self._idle.append(self._ahead.pop().slab)
 
     def _top_up(self) -> None:
         """Queue fills for all slabs that are not full or being filled."""
         positions = self._positions(self._next)
         while self._idle and (position := next(positions, None)) is not None:
-            slab, after = self._idle.popleft()
-            self._ring.stream.wait_event(after)
-            try:
-                self._filler.fill(slab, position[0], position[2])
-            except BaseException:
-                # Copies that were queued before the error may still write.
-                slab.full.record(self._ring.stream)
-                self._idle.append(_Idle(slab, slab.full))
-                raise
+            slab = self._idle[0]
+            self._ring.stream.wait_event(slab.free)
+            self._filler.fill(slab, *position)
             slab.full.record(self._ring.stream)
-            self._ahead.append(_Filled(slab, *position))
+            self._ahead.append(_Filled(self._idle.popleft(), *position))
             self._next += 1
         if self.chunks and self._layers:
             self._next %= len(self.chunks) * len(self._layers)
@@ -530,9 +517,9 @@ def _on_card(
 ) -> tuple[Ring, Filler]:
     try:
         driver = Driver(device.index)
-    except ImportError as error:
+    except (ImportError, DriverError) as error:
         raise ConfigError(
-            "streaming pages to a GPU needs cuda-bindings: run pip install 'tierstore[gpu]'"
+            f"pages can only be streamed with cuda-bindings (pip install 'tierstore[gpu]'): {error}"
         ) from error
     ring = Ring.open(rows * spec.layer_nbytes, driver, device, count)
     if host.held.encoded:

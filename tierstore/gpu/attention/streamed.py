@@ -147,12 +147,14 @@ def _entries(table: Paging, in_host: NDArray[np.bool_]) -> tuple[_Entries, _Entr
     whole = (page + 1) * size <= (table.kv_lens - table.widths)[sequence] + 1
     whole &= table.shape.window_left < 0
     found = _Entries(sequence, page, table.indices, whole)
-    resident, hosts = (found.where(seen & mask) for mask in (~in_host, in_host))
-    return _once(resident, table.batch), _once(hosts, table.batch)
+    return found.where(seen & ~in_host), found.where(seen & in_host)
 
 
 def _once(entries: _Entries, batch: int) -> _Entries:
-    """Make all entries but the first not whole if a sequence contains a slot several times. Each of them counts."""
+    """If a sequence contains a slot several times, make all of its entries but the first not whole.
+
+    Each entry counts, but a set of whole pages would contain the slot only once.
+    """
     _, first = np.unique(entries.slot * batch + entries.sequence, return_index=True)
     if len(first) == len(entries.slot):
         return entries
@@ -163,7 +165,7 @@ def _once(entries: _Entries, batch: int) -> _Entries:
 
 def _passes(table: Paging, entries: _Entries) -> tuple[Pass, ...]:
     """Return passes such that each query sees each of the entries' pages in exactly one pass."""
-    spans = _spans(table, entries)
+    spans = _spans(table, _once(entries, table.batch))
     spans.sort(key=lambda span: (-len(span.readers), int(span.readers[0])))
     groups: list[tuple[set[int], list[_Span]]] = []
     for span in spans:
@@ -342,14 +344,15 @@ class _Streamed:
 
     def __init__(self, stream: PageStream, backend: Backend, kernels: ModuleType | None) -> None:
         self._stream, self._device = stream, stream.device
-        require_backend(self._device, for_one(self._device, backend))
         self.backend: Backend = for_one(self._device, backend)
         """The backend of all passes."""
-        self._kernels = kernels
-        if kernels is None and self.backend != "reference":
-            from tierstore.gpu.attention import kernels as own
+        if kernels is None:
+            require_backend(self._device, self.backend)
+            if self.backend != "reference":
+                from tierstore.gpu.attention import kernels as own
 
-            self._kernels = own
+                kernels = own
+        self._kernels = kernels
         self._parts = Parts()
         self._page_table: Paging | None = None
         self._layers: tuple[int, ...] = ()
@@ -480,7 +483,7 @@ class StreamedDecode(_Streamed):
             stream: The stream of host pages. Objects that are run in turn may share it, but copies that are queued
                 ahead for one of them are discarded when another one is planned.
             backend: "auto" chooses "triton" on a GPU and "reference" on a CPU. "gathered" is not supported.
-            kernels: The module with the kernels. None for the package's own.
+            kernels: The module with the kernels. None for the package's own, which need a GPU.
 
         Raises:
             ValueError: The device does not support the backend.
