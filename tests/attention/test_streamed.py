@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention.interpreted import interpreted
+from tests.attention.test_gathered import plain_sdpa
 from tests.support import lanes, planting
 from tests.support.planting import Bug
 from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.errors import IntegrityError
-from tierstore.gpu.attention import streamed
+from tierstore.gpu.attention import gathered, streamed
 from tierstore.gpu.attention.backends import attend
 from tierstore.gpu.attention.page_stream import PageStream
 from tierstore.gpu.attention.page_table import Paging
@@ -242,6 +243,21 @@ CHUNK = Step([0, 8], [1, 0], [9, 14], [6, 11], share=0.5, seed=2)
 @pytest.mark.parametrize("step", [DOCUMENT, CHUNK], ids=["questions", "prompts"])
 def test_kernels_of_the_gpu_merge_partial_results(step: Step) -> None:
     require_exact(streamed, step, KERNELS_HERE)
+
+
+def test_passes_with_many_queries_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def choose(device: torch.device, asked: str, table: Paging) -> str:
+        half = replace(table, shape=replace(table.shape, dtype=torch.bfloat16))
+        used.append("gathered" if gathered.fits(half) else "triton")
+        return used[-1]
+
+    monkeypatch.setattr(streamed, "for_many", choose)
+    monkeypatch.setattr(gathered, "sdpa", plain_sdpa)
+    for step in (CHUNK, FRAGMENTS):
+        require_exact(streamed, step, KERNELS_HERE)
+    assert set(used) == {"gathered", "triton"}
 
 
 def require_exact(module: ModuleType, step: Step, kernels: ModuleType | None = None) -> None:

@@ -187,7 +187,7 @@ def for_many(device: torch.device, asked: Backend, table: Paging) -> Backend:
     Raises:
         ValueError: ``asked`` is "gathered", but torch's kernels do not support the shape.
     """
-    fits = gathered.fits(table.shape)
+    fits = gathered.fits(table)
     if asked == "gathered" and not fits:
         raise ValueError(
             'backend "gathered" needs window_left -1, a head_dim that is a multiple of 8 up to 128, the same '

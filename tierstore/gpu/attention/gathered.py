@@ -6,6 +6,7 @@ bounded, because a whole layer is never gathered.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from tierstore.gpu.attention.page_table import Paging, Shape
+    from tierstore.gpu.attention.page_table import Paging
 
 Sdpa = Literal["flash", "cudnn"]
 
@@ -37,6 +38,20 @@ class _Piece(NamedTuple):
     causal: bool
 
 
+class Room:
+    """Memory for gathered tokens and for sums. Backends whose runs are queued on one stream may share it."""
+
+    def __init__(self) -> None:
+        self.planes = self.sums = torch.empty(0)
+
+    def reserve(self, planes: int, dtype: torch.dtype, sums: int, device: torch.device) -> None:
+        """Make room for this number of elements. Never shrinks, unless the dtype or the device changes."""
+        if self.planes.numel() < planes or (self.planes.dtype, self.planes.device) != (dtype, device):
+            self.planes = torch.empty(planes, dtype=dtype, device=device)
+        if self.sums.numel() < sums or self.sums.device != device:
+            self.sums = torch.empty(sums, dtype=torch.float32, device=device)
+
+
 class Gathered:
     """The backend "gathered". Computes one sequence after another on the current stream.
 
@@ -50,6 +65,7 @@ class Gathered:
         sdpa: Sdpa = "cudnn",
         tokens: int = TOKENS_AT_ONCE,
         kernels: ModuleType | None = None,
+        room: Room | None = None,
     ) -> None:
         """Choose the kernels.
 
@@ -59,6 +75,7 @@ class Gathered:
             tokens: Maximum number of tokens to gather at a time. It is rounded down to whole pages, but to no
                 less than one page.
             kernels: The module with the gather and join kernels. None for the package's own.
+            room: Memory that other backends use too. None for memory of its own.
         """
         if kernels is None:
             from tierstore.gpu.attention import kernels as own
@@ -66,6 +83,7 @@ class Gathered:
             kernels = own
         self._kernels: Any = kernels
         self._device, self._sdpa, self._tokens = device, sdpa, tokens
+        self._memory = room or Room()
 
     def plan(self, table: Paging) -> None:
         """Copy the page table's slots to the device, and allocate memory for the largest piece and its results."""
@@ -74,18 +92,22 @@ class Gathered:
         self._table = torch.from_numpy(table.indices.astype(np.int32)).to(self._device)
         shape, size = table.shape, table.shape.page_size
         most = max((-(-p.end // size) - p.first // size for p in self._pieces), default=0) * size
-        self._room = torch.empty(
-            2, most, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device
-        )
-        widest = int(table.widths.max(initial=0))
-        self._sums = torch.empty(
-            widest, shape.num_qo_heads, shape.head_dim, dtype=torch.float32, device=self._device
-        )
+        self._room_shape = (2, most, shape.num_kv_heads, shape.head_dim)
+        self._sums_shape = (int(table.widths.max(initial=0)), shape.num_qo_heads, shape.head_dim)
+        self._memory.reserve(prod(self._room_shape), shape.dtype, prod(self._sums_shape), self._device)
+
+    @property
+    def _room(self) -> torch.Tensor:
+        return self._memory.planes[: prod(self._room_shape)].view(self._room_shape)
+
+    @property
+    def _sums(self) -> torch.Tensor:
+        return self._memory.sums[: prod(self._sums_shape)].view(self._sums_shape)
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of the device memory that ``plan`` allocated, not counting the slot numbers."""
-        return self._room.nbytes + self._sums.nbytes
+        """Return the size in bytes of the device memory for tokens and sums."""
+        return self._memory.planes.nbytes + self._memory.sums.nbytes
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Compute attention into ``out`` and ``lse``. Raises ValueError unless pages have two planes."""
@@ -114,18 +136,18 @@ class Gathered:
         The next call overwrites the contents of the view.
         """
         shape = self._page_table.shape
-        size = shape.page_size
+        size, room = shape.page_size, self._room
         first, end = piece.first // size, -(-piece.end // size)
         numbers = size * shape.num_kv_heads * shape.head_dim
         token, head = pages.stride(2), pages.stride(3)
         flat = head == shape.head_dim and token == shape.num_kv_heads * shape.head_dim
         self._kernels.gather[(end - first, 2, -(-numbers // _BLOCK))](
-            pages, self._table, self._room, int(self._page_table.indptr[piece.row]) + first,
-            *pages.stride()[:4], self._room.stride(0),
+            pages, self._table, room, int(self._page_table.indptr[piece.row]) + first,
+            *pages.stride()[:4], room.stride(0),
             HEADS=shape.num_kv_heads, DIM=shape.head_dim, TOKENS=size, FLAT=flat, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         skip = piece.first - first * size
-        return self._room[:, skip : skip + piece.end - piece.first]
+        return room[:, skip : skip + piece.end - piece.first]
 
     def _attend(
         self, q: torch.Tensor, planes: torch.Tensor, causal: bool
@@ -183,8 +205,13 @@ def sdpa(
     return found[0][0], found[1].view(q.shape[1], -1)[:, :width]
 
 
-def fits(shape: Shape) -> bool:
-    """Return whether torch's kernels support this shape."""
+def fits(table: Paging) -> bool:
+    """Return whether torch's kernels support the shape and the lengths of a step."""
+    shape = table.shape
+    # The causal part of a sequence must contain exactly the tokens that its queries belong to.
+    before, ends = table.kv_lens - table.widths, table.ends
+    if shape.causal and bool(((ends > before) & ((ends < table.kv_lens) | (before < 0))).any()):
+        return False
     plain = shape.window_left < 0 and shape.head_dim_vo == shape.head_dim
     return plain and shape.head_dim % 8 == 0 and shape.head_dim <= 128 and shape.dtype != torch.float32
 
@@ -197,11 +224,11 @@ def _pieces(table: Paging, tokens: int) -> Iterator[_Piece]:
     size = table.shape.page_size
     step = max(1, tokens // size) * size
     for row in range(table.batch):
-        width, length = int(table.widths[row]), int(table.kv_lens[row])
-        if not width or not length:
+        width, length, end = (int(each[row]) for each in (table.widths, table.kv_lens, table.ends))
+        if not width or not end:
             continue
-        before = length - width if table.shape.causal else length
+        before = min(length - width, end) if table.shape.causal else end
         for first in range(0, before, step):
             yield _Piece(row, first, min(first + step, before), False)
-        if table.shape.causal:
-            yield _Piece(row, before, length, True)
+        if before < end:
+            yield _Piece(row, before, end, True)

@@ -24,10 +24,12 @@ from tierstore.gpu.attention.backends import (
     AttentionBackend,
     Backend,
     ReferenceBackend,
+    for_many,
     for_one,
     merge_states,
     require_backend,
 )
+from tierstore.gpu.attention.gathered import Gathered, Room
 from tierstore.gpu.attention.in_place import InPlace, Parts
 from tierstore.gpu.attention.page_table import Numbers, Paging, Shape
 from tierstore.gpu.attention.paged import place_for, shape_of
@@ -344,8 +346,8 @@ class _Streamed:
 
     def __init__(self, stream: PageStream, backend: Backend, kernels: ModuleType | None) -> None:
         self._stream, self._device = stream, stream.device
-        self.backend: Backend = for_one(self._device, backend)
-        """The backend of all passes."""
+        self.backend: Backend = "reference" if for_one(self._device, backend) == "reference" else backend
+        """The backend of the passes. "auto" on a GPU: the faster one of "triton" and "gathered" for each pass."""
         if kernels is None:
             require_backend(self._device, self.backend)
             if self.backend != "reference":
@@ -353,7 +355,7 @@ class _Streamed:
 
                 kernels = own
         self._kernels = kernels
-        self._parts = Parts()
+        self._parts, self._room = Parts(), Room()
         self._page_table: Paging | None = None
         self._layers: tuple[int, ...] = ()
         self._resident: tuple[_Planned, ...] = ()
@@ -403,11 +405,13 @@ class _Streamed:
         return _Stream(entries, table.qo_indptr, ends, table.shape, chunks, prepared)
 
     def _prepared(self, passes: Sequence[Pass]) -> tuple[_Planned, ...]:
-        return tuple(_Planned(one, self._make(), self._device) for one in passes)
+        return tuple(_Planned(one, self._make(one.table), self._device) for one in passes)
 
-    def _make(self) -> AttentionBackend:
+    def _make(self, table: Paging) -> AttentionBackend:
         if self.backend == "reference":
             return ReferenceBackend()
+        if for_many(self._device, self.backend, table) == "gathered":
+            return Gathered(self._device, kernels=self._kernels, room=self._room)
         return InPlace(self._device, kernels=self._kernels, parts=self._parts)
 
     def _require_alike(self, shape: Shape) -> None:
@@ -482,7 +486,8 @@ class StreamedDecode(_Streamed):
         Args:
             stream: The stream of host pages. Objects that are run in turn may share it, but copies that are queued
                 ahead for one of them are discarded when another one is planned.
-            backend: "auto" chooses "triton" on a GPU and "reference" on a CPU. "gathered" is not supported.
+            backend: "auto" chooses "reference" on a CPU. On a GPU, it chooses "triton", or "gathered" for passes with
+                so many queries that measurements found it faster. "gathered" cannot be asked for.
             kernels: The module with the kernels. None for the package's own, which need a GPU.
 
         Raises:
