@@ -12,7 +12,6 @@ from typing import NamedTuple
 from tierstore.errors import ConfigError
 from tierstore.nvme.directory_layout import DATA_FILE, FORMAT_VERSION, odd_kind, read_marker
 from tierstore.nvme.lmdb_walker import read_meta
-from tierstore.types import exact_size
 
 _PROGRAM = """
 import runpy, sys
@@ -51,22 +50,9 @@ def examine(directory: Path, timeout_s: float = 600.0) -> Examination:
     marker = read_marker(directory)
     if marker is not None and marker.format_version != FORMAT_VERSION:
         return Examination(fault=f"its format is version {marker.format_version}, not {FORMAT_VERSION}")
-    fault = fault_of_length(data)
-    if fault is not None:
-        return Examination(fault=fault)
+    if not _has_meta(data):
+        return Examination(fault="its meta pages cannot be read")
     return walk_apart(directory, timeout_s, "lmdb" if marker is None else marker.payload)
-
-
-def fault_of_length(data: Path) -> str | None:
-    """Return why LMDB must not map the data file, or None if LMDB may map it. Checks the meta pages and the length."""
-    end, length = _end_of_last_page(data), data.stat().st_size
-    if end is None:
-        return "its meta pages cannot be read"
-    return (
-        f"data.mdb is truncated: its length is {exact_size(length)}, but its last page ends at {exact_size(end)}"
-        if length < end
-        else None
-    )
 
 
 def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Examination:
@@ -99,10 +85,9 @@ def walk_apart(directory: Path, timeout_s: float, payload: str = "lmdb") -> Exam
     return Examination(fault=child.stderr.strip()[-300:])
 
 
-def _end_of_last_page(data: Path) -> int | None:
+def _has_meta(data: Path) -> bool:
     fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        meta = read_meta(fd)
+        return read_meta(fd) is not None
     finally:
         os.close(fd)
-    return None if meta is None else meta.end

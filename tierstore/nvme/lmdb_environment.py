@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -21,7 +22,7 @@ import lmdb
 
 from tierstore.nvme.catalogue_entry import CATALOGUE_DB, META_DB, PAGES_DB
 from tierstore.nvme.directory_layout import DATA_FILE
-from tierstore.nvme.examination import fault_of_length
+from tierstore.types import exact_size
 
 _AnyBytes = TypeVar("_AnyBytes", bytes, memoryview)
 
@@ -69,7 +70,8 @@ class Environment:
         self._env: lmdb.Environment | None = None
         env = open_env()
         self.path = Path(env.path())
-        self._file = _identity((self.path / DATA_FILE).stat())
+        found = (self.path / DATA_FILE).stat()
+        self._file, self._length = _identity(found), found.st_size
         self._take(env, create=create)
 
     @overload
@@ -164,6 +166,8 @@ class Environment:
         """
         if self._env is not None:
             self._last_txn = int(self._env.info()["last_txnid"])
+            with suppress(OSError):  # the directory was moved or deleted: ``reopen`` will notice
+                self._length = max(self._length, (self.path / DATA_FILE).stat().st_size)
 
     def close(self) -> None:
         """Close the environment. No transaction may be open, and none may begin afterwards."""
@@ -213,13 +217,19 @@ class Environment:
         self._env = env
 
     def _require_same_file(self) -> None:
-        """Raise OSError if the path no longer refers to the file that was opened first, or if the file is truncated."""
+        """Raise OSError if the path no longer refers to the file that was opened first, or if the file is truncated.
+
+        LMDB never shortens its file. The process would be killed if it accessed mapped memory beyond the file's end.
+        """
         data = self.path / DATA_FILE
-        if _identity(data.stat()) != self._file:
+        found = data.stat()
+        if _identity(found) != self._file:
             raise FileNotFoundError(errno.ENOENT, f"{data} is not the file that this store opened")
-        fault = fault_of_length(data)
-        if fault is not None:
-            raise OSError(errno.EIO, f"{data}: {fault}")
+        if found.st_size < self._length:
+            raise OSError(
+                errno.EIO,
+                f"{data} is truncated: its length is {exact_size(found.st_size)}, but was {exact_size(self._length)}",
+            )
 
 
 class Use(Generic[_AnyBytes]):

@@ -245,6 +245,9 @@ class PageCount:
     def __init__(self, fd: int, meta: Meta) -> None:
         self._fd, self._meta, self._block = fd, meta, meta.block
         self._pages = meta.end // meta.block
+        # LMDB does not write a page that it allocates and frees in one transaction. So the file may end before the last
+        # page, but not before a page in use.
+        self._stored = min(self._pages, os.fstat(fd).st_size // meta.block)
         self._taken = bytearray(self._pages)
         self._taken[:2] = b"\1\1"
 
@@ -379,6 +382,12 @@ class PageCount:
 
     def _take(self, first: int, count: int, name: str) -> None:
         end = first + count
+        if self._stored < end <= self._pages:
+            length, needed = os.fstat(self._fd).st_size, end * self._block
+            raise Damaged(
+                f"data.mdb is truncated: its length is {exact_size(length)}, but a page of the {name} ends at "
+                f"{exact_size(needed)}"
+            )
         if not first < end <= self._pages or self._taken.find(1, first, end) >= 0:
             raise Damaged(f"page {first} of the {name} is claimed twice, or lies beyond the end of the file")
         self._taken[first:end] = b"\1" * count
