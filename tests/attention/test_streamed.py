@@ -343,6 +343,21 @@ def test_shared_pages_are_streamed_once_per_layer_for_all_questions() -> None:
     scene.require_right(way)
 
 
+def test_passes_over_chunks_that_have_not_changed_are_not_planned_again() -> None:
+    scene = Scene(replace(DOCUMENT, share=1.0, own=(1, 1, 1)))
+    way = StreamedDecode(scene.stream)
+    scene.plan(way)
+    assert way._streamed is not None
+    before = way._streamed
+    scene.plan(way)
+    assert way._streamed is before
+    scene.set_lens([37, 35, 36])  # the ninth page is no longer seen by all queries
+    scene.plan(way)
+    now = way._streamed.passes
+    assert [a is b for a, b in zip(before.passes, now, strict=False)] == [True] * 4 + [False]
+    scene.require_right(way)
+
+
 def test_queries_that_see_the_same_pages_are_packed_into_one_sequence() -> None:
     scene = Scene(replace(DOCUMENT, share=0.0))
     shape = shape_of(*scene.heads, None, True, -1, None, torch.float32, None)

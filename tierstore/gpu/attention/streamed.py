@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -56,6 +56,19 @@ class Pass(NamedTuple):
 
     table: Paging
     queries: NDArray[np.int64] | None
+
+    def equal(self, other: Pass) -> bool:
+        """Return whether both passes compute the same."""
+        mine, its = self.table, other.table
+        pairs = (
+            (mine.qo_indptr, its.qo_indptr),
+            (mine.indptr, its.indptr),
+            (mine.indices, its.indices),
+            (mine.kv_lens, its.kv_lens),
+            (mine.ends, its.ends),
+            (self.queries, other.queries),
+        )
+        return mine.shape == its.shape and all(np.array_equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
 
 
 class Division(NamedTuple):
@@ -262,13 +275,14 @@ class _Planned:
 
     def __init__(self, one: Pass, way: AttentionBackend, device: torch.device) -> None:
         way.plan(one.table)
+        self.work = one
         self.queries = None if one.queries is None else torch.from_numpy(one.queries).to(device)
-        self._way, self._count = way, one.table.num_queries
+        self._way = way
 
     def run(self, q: torch.Tensor, pages: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of the pass's queries, ``[queries, heads, dim]``, and their log-sum-exps, in float32."""
         mine = q if self.queries is None else q.index_select(0, self.queries)
-        out = torch.empty(self._count, q.shape[1], dim, dtype=torch.float32, device=q.device)
+        out = torch.empty(len(mine), q.shape[1], dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         self._way.run(mine, pages, out, lse)
         return out, lse
@@ -388,7 +402,7 @@ class _Streamed:
         self._released = self._stream.released
 
     def _again(self, table: Paging, entries: _Entries) -> _Stream:
-        """Return the streamed passes. They are those of the last plan if nothing that they depend on has changed."""
+        """Return the streamed passes. Those of the last plan are used again if nothing they depend on has changed."""
         # Whole pages do not depend on the length of their sequence.
         ends = table.kv_lens[entries.sequence[~entries.whole]]
         old = self._streamed
@@ -401,7 +415,11 @@ class _Streamed:
         ):
             return old
         chunks, passes = _divide_streamed(table, entries, self._stream.rows)
-        prepared = tuple(self._prepared(each) for each in passes)
+        before = () if old is None else old.passes
+        prepared = tuple(
+            was if was is not None and _equal(was, each) else self._prepared(each)
+            for each, was in zip(passes, chain(before, repeat(None)), strict=False)
+        )
         return _Stream(entries, table.qo_indptr, ends, table.shape, chunks, prepared)
 
     def _prepared(self, passes: Sequence[Pass]) -> tuple[_Planned, ...]:
@@ -585,6 +603,12 @@ class StreamedPrefill(_Streamed):
         )  # fmt: skip
         table = Paging.of(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, shape)
         self._plan(table, in_host, layers)
+
+
+def _equal(planned: Sequence[_Planned], passes: Sequence[Pass]) -> bool:
+    return len(planned) == len(passes) and all(
+        was.work.equal(one) for was, one in zip(planned, passes, strict=True)
+    )
 
 
 def _mask(in_host: Bools, length: int) -> NDArray[np.bool_]:
