@@ -71,6 +71,11 @@ API_SECTIONS = {
         ),
     ),
     "Attention over pages": ("tierstore.gpu.attention.paged", ("PagedDecode", "PagedPrefill")),
+    "Attention over streamed pages": (
+        "tierstore.gpu.attention.streamed",
+        ("StreamedDecode", "StreamedPrefill"),
+    ),
+    "Streams of host pages": ("tierstore.gpu.attention.page_stream", ("PageStream",)),
 }
 """Public names by section, in the order in which a reader needs them. `missing_names` returns those left out."""
 
