@@ -29,7 +29,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.kv_cache_builder import maybe_register_hicache_draft
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
@@ -43,6 +46,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
 from torch import Tensor
 
 PATIENCE_S = 120.0
@@ -53,12 +57,16 @@ PATIENCE_S = 120.0
 class Setup:
     """Say which model, layout and storage an ``Engine`` has.
 
-    ``model`` is one of mha, mla, swa (full and sliding-window layers) and mamba (full layers and recurrent states).
+    ``model`` is one of mha, mla, swa (full and sliding-window layers), mamba (full layers and recurrent states) and dsa
+    (MLA with an indexer, as in DeepSeek V3.2, whose pages must have 64 tokens). ``draft`` adds a draft model of one
+    layer: "packed" puts it in the host pages of the target model, "sidecar" in host pages of its own, "heads" likewise
+    with ordinary attention, and "window" (with swa) likewise with a sliding window.
     ``storage`` is a name that SGLang knows, such as file or dynamic, and ``extra`` its configuration. ``durable`` says
     whether it finds its pages again after a restart.
     """
 
     model: str = "mha"
+    draft: str | None = None
     storage: str | None = "file"
     extra: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = True
@@ -134,6 +142,7 @@ class Engine:
         components = {
             "mha": (ComponentType.FULL,),
             "mla": (ComponentType.FULL,),
+            "dsa": (ComponentType.FULL,),
             "swa": (ComponentType.FULL, ComponentType.SWA),
             "mamba": (ComponentType.FULL, ComponentType.MAMBA),
         }[setup.model]
@@ -146,9 +155,13 @@ class Engine:
             tp_cache_group=setup.group,
             sliding_window_size=setup.window if setup.model == "swa" else None,
             enable_mamba_extra_buffer=setup.model == "mamba",
+            mtp_draft_device_pools=(self._draft,) if setup.draft == "packed" else (),
         )
         self.tree = UnifiedRadixCache(params=params)
         self.tree.init_hicache(arguments, params)
+        if setup.draft in ("sidecar", "heads", "window"):
+            plan = SimpleNamespace(mode=HiCacheDraftMode.SIDECAR, device_pools=(self._draft,))
+            maybe_register_hicache_draft(tree_cache=self.tree, draft_plan=plan)
         self.tree.load_back_threshold = 0
         for entry in self.tree.host_pool_group.entries:
             entry.host_pool.pin_memory = False  # a CPU build of torch has no page-locked memory
@@ -317,10 +330,13 @@ class Engine:
             torch.distributed.barrier(self.setup.group)
 
     def finds(self, tokens: Sequence[int]) -> bool:
-        """Return whether storage has all KV pages of the tokens."""
+        """Return whether storage has all pages of the tokens, also those of an indexer and a draft model."""
         page = self.setup.page_size
         keys = get_storage_hash_str(RadixKey(array("q", tokens)), None, page_size=page)
-        return bool(self.backend.batch_exists(keys) == len(tokens) // page)
+        asked = [
+            PoolTransfer(spec.pool_name, hit_policy=spec.hit_policy) for spec in self.tree.sidecar_pool_specs
+        ]
+        return bool(self.backend.batch_exists_v2(keys, asked).kv_hit_pages == len(tokens) // page)
 
     def evict(self, pages: int) -> None:
         """Evict device pages, in the order of the tree's policy."""
@@ -424,17 +440,20 @@ class Engine:
         heads = {"head_num": 2, "head_dim": 8}
         self._states: Any = None
         self._rows: Any = ReqToTokenPool(size=4, max_context_len=64, device="cpu", enable_memory_saver=False)
-        if setup.model == "mha":
-            pool = MHATokenToKVPool(size=size, layer_num=2, enable_memory_saver=False, **heads, **common)
-        elif setup.model == "mla":
-            pool = MLATokenToKVPool(
+        self._draft: Any = None
+        if setup.draft == "window":
+            self._draft = SWAKVPool(
                 size=size,
-                layer_num=2,
-                kv_lora_rank=16,
-                qk_rope_head_dim=8,
-                enable_memory_saver=False,
+                size_swa=size,
+                swa_attention_layer_ids=[0],
+                full_attention_layer_ids=[],
+                **heads,
                 **common,
             )
+        elif setup.draft is not None:
+            self._draft = self._plain_pool("mha" if setup.draft == "heads" else setup.model, layers=1)
+        if setup.model in ("mha", "mla", "dsa"):
+            pool = self._plain_pool(setup.model, layers=3 if setup.model == "dsa" else 2)
         elif setup.model == "swa":
             pool = SWAKVPool(
                 size=size,
@@ -484,19 +503,47 @@ class Engine:
         else:
             self._allocator = PagedTokenToKVPoolAllocator(page_size=page, **arguments)
 
+    def _plain_pool(self, kind: str, layers: int) -> Any:
+        setup = self.setup
+        common = {
+            "size": setup.pages * setup.page_size,
+            "layer_num": layers,
+            "device": "cpu",
+            "dtype": getattr(torch, setup.dtype),
+            "page_size": setup.page_size,
+            "enable_memory_saver": False,
+        }
+        if kind == "mha":
+            return MHATokenToKVPool(head_num=2, head_dim=8, **common)
+        if kind == "mla":
+            return MLATokenToKVPool(kv_lora_rank=16, qk_rope_head_dim=8, **common)
+        shared = [False, True, False][:layers]  # the second layer uses the first one's choice of tokens
+        return DSATokenToKVPool(
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            kv_cache_dim=24,
+            index_head_dim=128,
+            skip_topk_layers=shared,
+            **common,
+        )
+
     def _layers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield each layer's label, its rows by token, and whether its rows have numbers of their own (SWA)."""
-        whose = "" if self.setup.model == "mla" else f"rank {self.setup.rank} "
         pools = [("", self._pool, False)]
         if self.setup.model == "swa":
             pools = [("", self._pool.full_kv_pool, False), ("window ", self._pool.swa_kv_pool, True)]
         elif self.setup.model == "mamba":
             pools = [("", self._pool.full_kv_pool, False)]
+        if self.setup.draft == "window":
+            pools.append(("draft window ", self._draft.swa_kv_pool, True))
+        elif self._draft is not None:
+            pools.append(("draft ", self._draft, False))
         for name, pool, own in pools:
-            if self.setup.model == "mla":
+            if isinstance(pool, MLATokenToKVPool):  # the same on every rank
                 for layer, rows in enumerate(pool.kv_buffer):
-                    yield f"{whose}layer {layer}", rows, own
+                    yield f"{name}layer {layer}", rows, own
             else:
+                whose = f"rank {self.setup.rank} "
                 for kind, buffers in (("K", pool.k_buffer), ("V", pool.v_buffer)):
                     for layer, rows in enumerate(buffers):
                         yield f"{whose}{name}layer {layer} {kind}", rows, own
@@ -518,6 +565,18 @@ class Engine:
                 first = int(at[0])
                 assert at.tolist() == list(range(first, first + page)), f"{at} is not a page"
                 yield label, flat[first : first + page], begin + page
+        for label, rows in self._indexers():
+            for begin in range(start, len(indices), page):
+                number = int(indices[begin]) // page
+                yield label, rows[number : number + 1], begin + page
+
+    def _indexers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rows of each layer of an indexer, one per page, with a label."""
+        for name, pool in (("", self._pool), ("draft ", self._draft)):
+            if isinstance(pool, DSATokenToKVPool):
+                for layer, rows in enumerate(pool.index_k_with_scale_buffer):
+                    if len(rows):
+                        yield f"{name}indexer {layer}", rows
 
     def _state_rows(self, slot: int) -> Iterator[tuple[str, Tensor]]:
         cache = self._rows.mamba_pool.mamba_cache

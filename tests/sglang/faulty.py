@@ -70,6 +70,23 @@ class SwappedSlots(TierStoreStorage):
         return super().batch_get_v1(keys, host_indices, extra_info)
 
 
+class SwappedSidecars(TierStoreStorage):
+    """Put, now and then, a page of a pool beside the KV pool into the host memory of another page."""
+
+    _calls = 0
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        self._calls += 1
+        if self._calls % 5 == 0:
+            transfers = [replace(each, host_indices=self._swapped(each)) for each in transfers]
+        return super().batch_get_v2(transfers, extra_info)
+
+    def _swapped(self, transfer: Any) -> Tensor:
+        size = len(transfer.host_indices) // max(1, len(transfer.keys))
+        first, second = transfer.host_indices[:size], transfer.host_indices[size : 2 * size]
+        return torch.cat([second, first, transfer.host_indices[2 * size :]])
+
+
 class Stuck(HiCacheFile):  # type: ignore[misc]
     """Never return from a read."""
 

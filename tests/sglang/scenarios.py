@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +39,25 @@ def walk(
     return {**counts, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def restarts(setup: Mapping[str, Any], *, prompts: int) -> list[list[int]]:
-    """Serve prompts, restart, serve them again. Return the hits before and after in tokens, by prompt."""
+def restarts(
+    setup: Mapping[str, Any],
+    *,
+    prompts: int,
+    later: Sequence[Mapping[str, Any]] = ({},),
+    lost: str | None = None,
+) -> list[list[int]]:
+    """Serve prompts, restart, serve them again, and so on. Return the hits in tokens of each run, by prompt.
+
+    ``later`` says how the setup of each further run differs. Before the second run, all stored pages of the pool
+    ``lost`` are removed.
+    """
     page = setup.get("page_size", 4)
-    texts = [[100 * number + token for token in range(page * 6)] for number in range(prompts)]
+    texts = [[1000 * number + token for token in range(page * 6)] for number in range(prompts)]
     hits = []
-    for _ in range(2):
-        with _ranks(setup) as ready:
+    for run, changes in enumerate(({}, *later)):
+        if run == 1 and lost is not None:
+            _lose(Path(setup["extra"]["config"]["nvme"]["path"]), lost)
+        with _ranks({**setup, **changes}) as ready:
             engine = Engine(ready)
             hits.append([engine.serve(tokens).hit for tokens in texts])
             engine.settle()
@@ -51,6 +66,18 @@ def restarts(setup: Mapping[str, Any], *, prompts: int) -> list[list[int]]:
             engine.sound()
             engine.stop()
     return [list(pair) for pair in zip(*hits, strict=True)]
+
+
+def _lose(home: Path, pool: str) -> None:
+    """Remove the stored pages of a pool."""
+    found = [
+        marker.parent
+        for marker in home.glob("*/tierstore-shard.json")
+        if json.loads(marker.read_text())["description"]["pool"] == pool
+    ]
+    assert found, f"there are no pages of {pool} in {home}"
+    for folder in found:
+        shutil.rmtree(folder)
 
 
 def aborts(setup: Mapping[str, Any], *, rounds: int, delay_s: float) -> dict[str, int]:

@@ -22,7 +22,8 @@ def install() -> None:
     _add_torchvision()
     common = import_module("sglang.srt.mem_cache.pool_host.common")
     modules = [
-        import_module(f"sglang.srt.mem_cache.pool_host.{name}") for name in ("base", "mha", "mla", "mamba")
+        import_module(f"sglang.srt.mem_cache.pool_host.{name}")
+        for name in ("base", "mha", "mla", "mamba", "dsa")
     ]
     for module in (common, *modules):
         for name in ("_cuda_host_register", "_cuda_host_unregister"):
@@ -31,6 +32,8 @@ def install() -> None:
     for module in modules[1:]:
         for name, kernel in KERNELS.items():
             setattr(module, name, kernel)
+    indexer = import_module("sglang.srt.mem_cache.pool_host.dsa").DSAIndexerPoolHost
+    indexer.__init__.__kwdefaults__["pin_memory"] = False  # a CPU build of torch has no page-locked memory
 
 
 def _add_torchvision() -> None:

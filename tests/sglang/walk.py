@@ -254,7 +254,7 @@ class Walk:
 
         With MLA, the first rank writes for all. The others see its pages a little later.
         """
-        if self.exact and self.setup.model == "mla" and self.setup.ranks > 1 and self._stored:
+        if self.exact and self.setup.model in ("mla", "dsa") and self.setup.ranks > 1 and self._stored:
             for _ in self.engine.until():
                 if self.engine.finds(self._stored):
                     break
