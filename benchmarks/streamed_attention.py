@@ -5,8 +5,9 @@ copy from page-locked memory in the same process. There are four parts:
 
 - ``one``: one sequence decodes. The roofline is the time in which the link copies the bytes that are not in HBM.
 - ``questions``: many sequences (questions) share a document. Each streamed page is copied once for all of them. They
-  are compared with attention over pages that are all in HBM, where each question reads the document itself, and where
-  all questions read it together.
+  are compared with attention over pages that are all in HBM, in three ways: each question has a document of its own
+  (``apart``), each question reads the same document itself, often from the GPU's cache (``same_slots``), and all
+  questions read the document together (``shared``).
 - ``long`` and ``int8``: one sequence decodes 16 tokens over a context that needs most of host memory.
 
 The ring of the stream counts as HBM for pages. Errors are relative to attention over pages that are all in HBM.
@@ -314,6 +315,50 @@ def decode(
     return report | {"worst_error": max(errors), "in_hbm_ms": sum(times) * 1e3}
 
 
+class Apart:
+    """Attention in which each sequence reads a document and a page of its own, with all pages in HBM.
+
+    If HBM has no room for a copy of the document for each sequence, fewer sequences are measured, and the time is
+    scaled to the number of sequences.
+    """
+
+    def __init__(self, bed: Bed, pages: int, most: int) -> None:
+        """Allocate as many copies of the document as fit into three quarters of the free memory, at most ``most``."""
+        self._bed, self._pages = bed, pages + 1
+        nbytes = self._pages * bed.sizes.spec.page_nbytes
+        free = 4 * nbytes if bed.device.type == "cpu" else torch.cuda.mem_get_info(bed.device)[0]
+        self.copies = max(1, min(most, free * 3 // 4 // nbytes))
+        shape = (self.copies * self._pages, *bed.sizes.spec.shape)
+        self._whole = torch.empty(shape, dtype=torch.bfloat16, device=bed.device)
+        for first in range(0, len(self._whole), 64):
+            self._whole[first : first + 64].normal_()
+        self._slots = np.random.default_rng(1).permutation(len(self._whole))
+        self._found: dict[int, float] = {}
+
+    def seconds(self, count: int, steps: int) -> float:
+        """Return the time of a step with ``count`` sequences."""
+        measured = min(count, self.copies)
+        if measured not in self._found:
+            self._found[measured] = self._measure(measured, steps)
+        return self._found[measured] * count / measured
+
+    def _measure(self, count: int, steps: int) -> float:
+        sizes, device = self._bed.sizes, self._bed.device
+        slots = self._slots[: count * self._pages]
+        way = PagedDecode(device, max_pages=len(slots))
+        indptr, last = np.arange(count + 1) * self._pages, [sizes.page_size // 2] * count
+        way.plan(indptr, slots, last, *sizes.plan, o_data_type=torch.float32)
+        q = torch.randn(sizes.layers, count, sizes.heads, sizes.head_dim, device=device).to(torch.bfloat16)
+        out = torch.empty(q.shape[1:], dtype=torch.float32, device=device)
+
+        def act() -> None:
+            for layer in range(sizes.layers):
+                way.run(q[layer], self._whole[:, layer], out=out)
+
+        replay = _recorded(device, act)
+        return median(_timed(device, replay) for _ in range(steps))
+
+
 def questions(
     name: str, sizes: Sizes, tokens: int, hbm: int, counts: Sequence[int], steps: int, link: Link
 ) -> dict[str, object]:
@@ -327,16 +372,25 @@ def questions(
     hosts = min(pages, pages + most - resident)
     bed = Bed(name, sizes, pages + most, hosts, min(pages, resident) + most, pages + most, "none")
     contents = bed.contents()
+    apart = Apart(bed, pages, most)
     for count in counts:
         split = min(pages, pages + count - resident)
-        rows.append(_asked(bed, contents, pages, split, count, steps, link))
-        echo(f"{rows[-1]}", err=True)
+        row = _asked(bed, contents, pages, split, count, steps, link)
+        apart_s = apart.seconds(count, steps)
+        row |= {
+            "apart_ms": round(apart_s * 1e3, 2),
+            "of_apart": round(apart_s * 1e3 / row["streamed_ms"], 4),
+            "tokens_per_s_apart": round(count / apart_s, 2),
+        }
+        rows.append(row)
+        echo(f"{row}", err=True)
     bed.close()
     return {
         "tokens": tokens,
         "hbm_tokens": hbm,
         "ring_mib": bed.stream.nbytes >> 20,
         "link_gbps": link.gbps,
+        "documents_in_hbm": apart.copies,
         "rows": rows,
         **_memory(bed.device),
     }
@@ -353,26 +407,26 @@ def _asked(
     outs = torch.empty(q.shape, dtype=torch.float32, device=device)
     lses = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
     whole = bed.pages_of(contents)
-    apart = PagedDecode(device, max_pages=len(table))
-    apart.plan(indptr, table, last, *sizes.plan, o_data_type=torch.float32)
+    same = PagedDecode(device, max_pages=len(table))
+    same.plan(indptr, table, last, *sizes.plan, o_data_type=torch.float32)
     together = StreamedDecode(bed.stream)
     together.plan(
         indptr, table, last, *sizes.plan, in_host=np.zeros(len(table), dtype=np.bool_), o_data_type=torch.float32
     )  # fmt: skip
 
-    def all_apart() -> None:
+    def all_alone() -> None:
         for layer in range(sizes.layers):
-            apart.run(q[layer], whole[:, layer], out=outs[layer], lse=lses[layer])
+            same.run(q[layer], whole[:, layer], out=outs[layer], lse=lses[layer])
 
     def all_together() -> None:
         for layer in range(sizes.layers):
             together.run(q[layer], whole[:, layer], layer, out=outs[layer], lse=lses[layer])
 
-    replay = _recorded(device, all_apart)
+    replay = _recorded(device, all_alone)
     want = outs.clone()
-    apart_s = median(_timed(device, replay) for _ in range(steps))
-    shared_s = median(_timed(device, act) for act in [_recorded(device, all_together)] * steps)
-    shared_error = _error(outs, want)
+    same_s = median(_timed(device, replay) for _ in range(steps))
+    replay = _recorded(device, all_together)
+    shared_s, shared_error = median(_timed(device, replay) for _ in range(steps)), _error(outs, want)
     way = StreamedDecode(bed.stream)
     in_host, slots = table < split, bed.slots(split)[table]
 
@@ -395,12 +449,11 @@ def _asked(
         "questions": count,
         "streamed_tokens": split * sizes.page_size,
         "streamed_ms": round(streamed_s * 1e3, 2),
-        "apart_ms": round(apart_s * 1e3, 2),
+        "same_slots_ms": round(same_s * 1e3, 2),
         "shared_ms": round(shared_s * 1e3, 2),
-        "of_apart": round(apart_s / streamed_s, 4),
+        "of_same_slots": round(same_s / streamed_s, 4),
         "of_roofline": round(bed.nbytes(split) / link.gbps / 1e9 / streamed_s, 4),
         "tokens_per_s": round(count / streamed_s, 2),
-        "tokens_per_s_apart": round(count / apart_s, 2),
         "error": _error(outs, want),
         "shared_error": shared_error,
     }

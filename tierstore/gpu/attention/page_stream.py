@@ -57,8 +57,8 @@ _log = logging.getLogger("tierstore.gpu.page_stream")
 RING_NBYTES = 256 << 20
 """Default size of a ring. The link needs 5 ms to fill it, which is longer than the gap between two decoding steps."""
 
-SLAB_NBYTES = 32 << 20
-"""Maximum size of a slab. 128 pages of an 8B model: one call of the driver queues their copies."""
+SLAB_NBYTES = 64 << 20
+"""Maximum size of a slab: one layer of 256 pages of 64 tokens of an 8B model."""
 
 SMALLEST_RING = 2
 """Minimum number of slabs in a ring: one is filled while another is read."""
