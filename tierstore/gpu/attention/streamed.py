@@ -104,10 +104,6 @@ class _Entries(NamedTuple):
         """Return the entries for which ``mask`` is true."""
         return _Entries(self.sequence[mask], self.page[mask], self.slot[mask], self.whole[mask])
 
-    def equal(self, other: _Entries) -> bool:
-        """Return whether all entries are equal."""
-        return all(np.array_equal(mine, its) for mine, its in zip(self, other, strict=True))
-
 
 class _Span(NamedTuple):
     """Pages that the queries of some sequences see, as if these queries belonged to one sequence.
@@ -133,7 +129,7 @@ def divide(table: Paging, in_host: NDArray[np.bool_], rows: int) -> Division:
         in_host: For each entry of ``table.indices``, whether it is a slot in host memory.
         rows: Maximum number of pages in a chunk.
     """
-    resident, hosts = _entries(table, in_host)
+    resident, hosts = (_entries(table, np.flatnonzero(mask)) for mask in (~in_host, in_host))
     return Division(_passes(table, resident), *_divide_streamed(table, hosts, rows))
 
 
@@ -153,16 +149,15 @@ def _divide_streamed(
     return chunks, passes
 
 
-def _entries(table: Paging, in_host: NDArray[np.bool_]) -> tuple[_Entries, _Entries]:
-    """Return the entries of all pages that any query sees: those in HBM, and those in host memory."""
+def _entries(table: Paging, at: NDArray[np.intp]) -> _Entries:
+    """Return the entries at these positions of ``table.indices``, without the pages that no query sees."""
     size = table.shape.page_size
-    sequence = np.repeat(np.arange(table.batch), np.diff(table.indptr))
-    page = np.arange(len(table.indices)) - table.indptr[sequence]
-    seen = (table.widths[sequence] > 0) & ((page + 1) * size > table.first_seen[sequence])
+    sequence = np.searchsorted(table.indptr, at, side="right") - 1
+    page = at - table.indptr[sequence]
     whole = (page + 1) * size <= (table.kv_lens - table.widths)[sequence] + 1
     whole &= table.shape.window_left < 0
-    found = _Entries(sequence, page, table.indices, whole)
-    return found.where(seen & ~in_host), found.where(seen & in_host)
+    found = _Entries(sequence, page, table.indices[at], whole)
+    return found.where((table.widths[sequence] > 0) & ((page + 1) * size > table.first_seen[sequence]))
 
 
 def _once(entries: _Entries, batch: int) -> _Entries:
@@ -345,14 +340,32 @@ class _Sums:
 
 
 class _Stream(NamedTuple):
-    """What determines the streamed passes of a plan, and the passes."""
+    """What determines the streamed passes of a plan, and the passes.
 
+    ``positions`` and ``slots`` are those of all pages in host memory. ``entries`` are the pages that a query sees.
+    """
+
+    table: Paging
+    positions: NDArray[np.intp]
+    slots: NDArray[np.int64]
     entries: _Entries
-    qo_indptr: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    shape: Shape
     chunks: tuple[NDArray[np.int64], ...]
     passes: tuple[tuple[_Planned, ...], ...]
+
+    def stays(self, table: Paging, positions: NDArray[np.intp], slots: NDArray[np.int64]) -> bool:
+        """Return whether a plan with this table has the same streamed passes. If in doubt, return False."""
+        old = self.table
+        # Sequences that have grown still see all of their pages in host memory whole.
+        whole = len(self.entries.slot) == len(self.slots) and bool(self.entries.whole.all())
+        grown = whole and bool((table.kv_lens >= old.kv_lens).all())
+        return (
+            old.shape == table.shape
+            and (np.array_equal(old.kv_lens, table.kv_lens) or grown)
+            and np.array_equal(old.qo_indptr, table.qo_indptr)
+            and np.array_equal(old.indptr, table.indptr)
+            and np.array_equal(self.positions, positions)
+            and np.array_equal(self.slots, slots)
+        )
 
 
 class _Streamed:
@@ -395,32 +408,28 @@ class _Streamed:
         order = tuple(range(count)) if layers is None else tuple(layers)
         if len(set(order)) < len(order) or not all(0 <= layer < count for layer in order):
             raise ValueError(f"layers must be different integers from 0 to {count - 1}, got {list(order)}")
-        resident, hosts = _entries(table, mask)
-        streamed, prepared = self._again(table, hosts), self._prepared(_passes(table, resident))
+        resident = _entries(table, np.flatnonzero(~mask))
+        streamed, prepared = (
+            self._again(table, np.flatnonzero(mask)),
+            self._prepared(_passes(table, resident)),
+        )
         self._stream.follow(streamed.chunks, order)
         self._resident, self._streamed, self._page_table, self._layers = prepared, streamed, table, order
         self._released = self._stream.released
 
-    def _again(self, table: Paging, entries: _Entries) -> _Stream:
+    def _again(self, table: Paging, positions: NDArray[np.intp]) -> _Stream:
         """Return the streamed passes. Those of the last plan are used again if nothing they depend on has changed."""
-        # Whole pages do not depend on the length of their sequence.
-        ends = table.kv_lens[entries.sequence[~entries.whole]]
-        old = self._streamed
-        if (
-            old is not None
-            and old.shape == table.shape
-            and np.array_equal(old.qo_indptr, table.qo_indptr)
-            and np.array_equal(old.ends, ends)
-            and old.entries.equal(entries)
-        ):
+        old, slots = self._streamed, table.indices[positions]
+        if old is not None and old.stays(table, positions, slots):
             return old
+        entries = _entries(table, positions)
         chunks, passes = _divide_streamed(table, entries, self._stream.rows)
         before = () if old is None else old.passes
         prepared = tuple(
             was if was is not None and _equal(was, each) else self._prepared(each)
             for each, was in zip(passes, chain(before, repeat(None)), strict=False)
         )
-        return _Stream(entries, table.qo_indptr, ends, table.shape, chunks, prepared)
+        return _Stream(table, positions, slots, entries, chunks, prepared)
 
     def _prepared(self, passes: Sequence[Pass]) -> tuple[_Planned, ...]:
         return tuple(_Planned(one, self._make(one.table), self._device) for one in passes)
