@@ -18,10 +18,11 @@ The ring of the stream counts as HBM for pages. Errors are relative to attention
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from tierstore.gpu.quant.encoded_routes import encoded_route
 from tierstore.page import PageLayout, PageSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -459,6 +460,32 @@ def _asked(
     }
 
 
+def draw(rows: Sequence[Mapping[str, float]], file: Path) -> None:
+    """Plot throughput against the number of questions. ``rows`` are those of ``questions``. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    names = {
+        "streamed_ms": "streamed, HBM for a part of the document",
+        "same_slots_ms": "all in HBM, each question reads the document",
+        "shared_ms": "all in HBM, questions read the document together",
+    }
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    counts = [row["questions"] for row in rows]
+    for key, label in names.items():
+        axes.plot(counts, [row["questions"] * 1e3 / row[key] for row in rows], "o-", label=label)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="questions on one document",
+        ylabel="tokens per second, all questions",
+    )
+    axes.set_xticks(counts, labels=[f"{count:g}" for count in counts])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(file)
+
+
 def main(
     part: Annotated[
         str, Option(help=f"The parts to measure, separated by commas: {', '.join(PARTS)}.")
@@ -482,6 +509,9 @@ def main(
     ring: Annotated[int, Option(min=1, help="Size of the ring in bytes.")] = RING_NBYTES,
     slab: Annotated[int, Option(min=1, help="Maximum size of a slab in bytes.")] = SLAB_NBYTES,
     link_nbytes: Annotated[int, Option(min=1, help="Size of the contiguous copies in bytes.")] = _LINK_NBYTES,
+    plot: Annotated[
+        Path | None, Option(help="File for a plot of the part ``questions``: .png, .svg or .pdf.")
+    ] = None,
     *,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -503,6 +533,8 @@ def main(
         if word == "questions":
             numbers = [int(each) for each in counts.split(",")]
             found = questions(device, sizes, tokens, room, numbers, times, link)
+            if plot is not None:
+                draw(cast("list[dict[str, float]]", found["rows"]), plot)
         else:
             distinct = tokens // page_size if word == "one" else 256
             codec = "int8" if word == "int8" else "none"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -36,14 +38,26 @@ def test_every_part_is_as_exact_as_attention_over_pages_in_hbm() -> None:
     assert len(one["steps_ms"]) == 2
 
 
+QUESTIONS = ("--part", "questions", "--context", "640", "--hbm", "300", "--counts", "1,3")
+
+
 def test_questions_share_what_is_streamed() -> None:
-    code, output = run("--part", "questions", "--context", "640", "--hbm", "300", "--counts", "1,3")
+    code, output = run(*QUESTIONS)
     assert code == 0, output
     rows = json.loads(output.splitlines()[-1])["questions"]["rows"]
     # HBM has room for 14 pages besides the ring, one of which each question needs itself.
     assert [(row["questions"], row["streamed_tokens"]) for row in rows] == [(1, 27 * 16), (3, 29 * 16)]
     for row in rows:
         assert max(row["error"], row["shared_error"]) < 1e-5
+        assert row["of_apart"] == pytest.approx(row["apart_ms"] / row["streamed_ms"], abs=1e-3)
+
+
+def test_throughput_is_plotted_against_the_number_of_questions(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "questions.svg"
+    code, output = run(*QUESTIONS, "--plot", str(plot))
+    assert code == 0, output
+    assert plot.read_text(encoding="utf-8").startswith("<?xml")
 
 
 def test_unknown_parts_are_refused() -> None:
