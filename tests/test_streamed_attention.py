@@ -30,6 +30,7 @@ def test_every_part_is_as_exact_as_attention_over_pages_in_hbm() -> None:
     report = json.loads(output.splitlines()[-1])
     one, int8 = report["one"], report["int8"]
     assert one["worst_error"] < 1e-5 < int8["worst_error"] < 2e-2
+    assert max(one["error_to_float64"], int8["in_hbm_error_to_float64"]) < 1e-5 < int8["error_to_float64"]
     # 300 tokens are 18 pages, of which the ring takes 4. All other pages of the 63 are streamed.
     assert one["streamed_tokens"] == 49 * 16
     assert one["streamed_gb"] == 49 * 4096 / 1e9
