@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,32 @@ def test_a_version_without_zero_copy_is_slower_but_works(package: Path) -> None:
     assert [(check.name, check.state) for check in every_check(package) if check.state != "ok"] == [
         ("interface_v1", "note")
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "said"),
+    [
+        ("nvme: {path: pages, capacity: 2GiB}", "ok", "2 GiB .* at .*pages"),
+        (
+            "host: {capacity: 1GiB}\nnvme: {path: pages, capacity: 2GiB}",
+            "ok",
+            "1 GiB .* of host memory, 2 GiB",
+        ),
+        ("host: {capacity: 1GiB}", "note", "a restart loses all pages"),
+        ("host: {capacity: 1GiB, codec: int8}", "fail", "host.codec must be none"),
+        ("page_size: 16", "fail", "nvme is missing"),
+    ],
+)
+def test_the_tiers_of_a_configuration_are_checked(
+    package: Path, tmp_path: Path, config: str, state: str, said: str
+) -> None:
+    file = tmp_path / "tiers.yaml"
+    file.write_text(config)
+    result = tierstore("sglang-check", "--source", package.parent, "--config", file, "--json")
+    assert result.returncode == (1 if state == "fail" else 0)
+    (check,) = (each for each in last_line(result)["checks"] if each["name"] == "tiers")
+    assert check["state"] == state
+    assert re.search(said, f"{check['value']} {check['why']}")
 
 
 def test_a_missing_package_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from hypothesis.stateful import (
 from tests.support import lanes, planting
 from tests.support.planting import SEARCH, Bug
 from tierstore.adapters import host_cache
-from tierstore.config import load_config
 from tierstore.errors import ConfigError
 
 ROWS = 8
@@ -172,8 +171,8 @@ def test_the_machine_finds(bug: Bug) -> None:
 def test_settings_without_a_meaning_below_another_host_tier_are_refused(
     name: str, value: str, allowed: str
 ) -> None:
-    config = load_config({"host": {"capacity": "1MiB", name: value}})
+    config = {"host": {"capacity": "1MiB", name: value}}
     with pytest.raises(
         ConfigError, match=f"host.{name} must be {allowed} for a host tier below SGLang's, got {value}"
     ):
-        host_cache.host_section(config, "SGLang's")
+        host_cache.host_and_nvme(config, "SGLang's")

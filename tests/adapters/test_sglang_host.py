@@ -268,6 +268,25 @@ def test_a_slot_is_not_reused_while_a_reader_copies(module: ModuleType, tmp_path
             assert storage.exists(key(0)) == (event == "evicted")
 
 
+def test_a_page_that_was_read_before_a_clear_is_not_kept(module: ModuleType, tmp_path: Path) -> None:
+    pool = HeadPool()
+    with hosting(module, tmp_path, pool) as storage:
+        write(storage, pool, range(4))
+    with hosting(module, tmp_path, pool) as storage:
+        pages, original = storage._opened()["kv"], module._Buffers.fill
+
+        def fill_and_clear(memory: Any, *rest: Any) -> None:
+            original(memory, *rest)
+            storage.clear()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module._Buffers, "fill", fill_and_clear)
+            storage.batch_get_v1(keys(range(4)), tokens(pool, [*range(4)]))
+        assert pages.figures()["host_pages"] == 0
+        assert storage.batch_exists(keys(range(4))) == 0
+        assert storage.check() == []
+
+
 def test_several_threads_see_whole_pages(module: ModuleType, tmp_path: Path) -> None:
     pool = HeadPool()
     failed: list[BaseException] = []

@@ -7,16 +7,18 @@ it is pinned, that is while a caller copies from it or a write to disk reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tierstore.adapters.chunks import nvme_section
+from tierstore.config import load_config
 from tierstore.errors import ConfigError
 from tierstore.policy import VictimQueue, make_policy
 from tierstore.types import PageKey
 
 if TYPE_CHECKING:
-    from tierstore.config import HostConfig, StoreConfig
+    from tierstore.config import HostConfig, NvmeConfig
 
 
 @dataclass(slots=True, eq=False)
@@ -153,21 +155,25 @@ class HostCache:
         return page.row
 
 
-def host_section(config: StoreConfig, below: str) -> HostConfig | None:
-    """Return the section ``host`` of a configuration for memory below a host tier of an engine, or None.
+def host_and_nvme(
+    config: str | Mapping[str, object], below: str
+) -> tuple[HostConfig | None, NvmeConfig | None]:
+    """Return the sections ``host`` and ``nvme`` of a configuration for tiers below a host tier of an engine.
 
-    ``below`` names that host tier in error messages.
+    At least one of them is not None. ``below`` names the engine's host tier in error messages.
 
     Raises:
-        ConfigError: The section has a setting that has no meaning below another host tier.
+        ConfigError: Both are missing, or one has a setting that has no meaning below another host tier.
     """
-    host = config.host
+    found = load_config(config)
+    host, is_alone = found.host, found.host is not None and found.nvme is None
+    nvme = None if is_alone else nvme_section(config, below, codecs=("none",))
     if host is None:
-        return None
+        return None, nvme
     for name, allowed in {"policy": ("lru",), "codec": ("none",), "pin": ("auto", "never")}.items():
         value = getattr(host, name)
         if value not in allowed:
             raise ConfigError(
                 f"host.{name} must be {' or '.join(allowed)} for a host tier below {below}, got {value}"
             )
-    return host
+    return host, nvme

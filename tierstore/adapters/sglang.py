@@ -39,12 +39,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from tierstore.adapters.chunks import nvme_section
-from tierstore.adapters.host_cache import host_section
+from tierstore.adapters.host_cache import host_and_nvme
 from tierstore.adapters.sglang_identity import identity
 from tierstore.adapters.sglang_metrics import Rates, pool_metrics
 from tierstore.adapters.staged_pages import CLOSE_S, StagedPages
-from tierstore.config import NvmeConfig, load_config, parse_size
+from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.host.free_memory import free_memory
 from tierstore.nvme.direct_io import padded
@@ -66,7 +65,6 @@ _SGLANGS = (
     "file_storage_path",
 )
 _OURS = ("config", "model", "staging")
-_BELOW = "SGLang's host memory"
 _STAGING_NBYTES = 256 << 20
 _TIMEOUT_S = 10.0
 """Longest time in seconds that a call may take if there is no disk."""
@@ -125,11 +123,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             raise ConfigError(
                 "hicache-storage-backend-extra-config: config is missing; name a YAML file with an nvme section"
             )
-        sections = load_config(settings["config"])
-        self._host = host_section(sections, _BELOW)
-        self._nvme: NvmeConfig | None = None
-        if sections.nvme is not None or self._host is None:
-            self._nvme = nvme_section(settings["config"], _BELOW, codecs=("none",))
+        self._host, self._nvme = host_and_nvme(settings["config"], "SGLang's host memory")
         self._timeout_s = _TIMEOUT_S if self._nvme is None else self._nvme.timeout
         self._config = storage_config
         self._model = model

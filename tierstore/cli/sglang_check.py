@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tierstore.adapters.host_cache import host_and_nvme
 from tierstore.cli.doctor import Check, tell
 from tierstore.cli.engine_sources import hooks, module, names, package_of, version_of
 from tierstore.cli.output import Json, refusals
+from tierstore.errors import ConfigError
+from tierstore.types import exact_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +57,10 @@ def sglang_check(
         Path | None,
         typer.Option(help="Folder with an unpacked sglang package. Default: the installed one."),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with the sections nvme or host, to check it too."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what the installed SGLang supports, without starting it.
@@ -62,7 +69,7 @@ def sglang_check(
     """
     with refusals(as_json):
         package = package_of("sglang", "SGLang", source)
-        checks = list(every_check(package))
+        checks = [*every_check(package), *([] if config is None else [tiers(config)])]
     tell(checks, as_json, package=str(package))
 
 
@@ -78,6 +85,21 @@ def every_check(package: Path) -> Iterator[Check]:
     yield factory(package)
     yield zero_copy(package)
     yield from imports(package)
+
+
+def tiers(config: Path) -> Check:
+    """Check that the storage backend accepts a configuration file, and show which tiers it has."""
+    try:
+        host, nvme = host_and_nvme(str(config), "SGLang's host memory")
+    except ConfigError as error:
+        return Check("tiers", "refused", "fail", str(error))
+    memory = None if host is None else f"{exact_size(host.capacity)} of host memory"
+    disk = None if nvme is None else f"{exact_size(nvme.capacity)} at {nvme.path}"
+    found = ", ".join(each for each in (memory, disk) if each is not None)
+    if nvme is None:
+        why = "a restart loses all pages, and MLA works with one tensor parallel rank only"
+        return Check("tiers", found, "note", why)
+    return Check("tiers", found)
 
 
 def version(package: Path) -> Check:
