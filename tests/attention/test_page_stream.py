@@ -5,6 +5,7 @@ Also tests that planted bugs are noticed, and the stream whose work runs on a th
 from __future__ import annotations
 
 import random
+from collections import deque
 from functools import partial
 from threading import Event as Flag
 from types import ModuleType
@@ -19,7 +20,14 @@ from tests.core.test_encoded_routes import Event, Stream
 from tests.support import lanes, planting
 from tests.support.planting import Bug
 from tierstore.gpu.attention import page_stream
-from tierstore.gpu.attention.page_stream import CallingThread, PageStream, ThreadEvent, ThreadStream
+from tierstore.gpu.attention.page_stream import (
+    CallingThread,
+    DecodedRows,
+    PageStream,
+    ThreadCard,
+    ThreadEvent,
+    ThreadStream,
+)
 from tierstore.gpu.slabs import Ring
 from tierstore.host.arena import HostArena
 from tierstore.page import PageLayout, PageSpec
@@ -80,8 +88,8 @@ class Rig:
         for row in self.chance.sample(range(len(slots)), len(slots)):
             self.copies.queue(partial(copy, row))
 
-    def refused(self) -> bool:
-        return False
+    def refused(self) -> set[int]:
+        return set()
 
     def attend(self, layer: int, chunks: list[Slots]) -> None:
         """Queue attention that reads all chunks of a layer, each row in a piece of work of its own."""
@@ -328,3 +336,52 @@ def test_closed_stream_has_no_copies_in_flight() -> None:
     stream.close()
     stream.close()
     assert not stream.chunks
+
+
+def test_refused_pages_are_collected_while_nobody_checks() -> None:
+    spec = PageSpec(num_layers=LAYERS, page_size=4, num_kv_heads=1, head_dim=16, dtype="bfloat16", model="m")
+    arena = HostArena(PageLayout.of(spec), SLOTS, codec="int8")
+    stream: Any = ThreadStream()
+    ring = Ring(2 * spec.layer_nbytes, stream, ThreadCard(), 2)
+    rows = np.zeros(2, dtype=np.int64)
+
+    class Coder:
+        """Refuses the page in slot 5."""
+
+        def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int]) -> None:
+            rows[:] = table[:2]
+            flags.copy_(table[2:] == int(arena.addresses(np.array([5]))[0]))
+
+    coder: Any = Coder()
+    filler = DecodedRows(arena, ring, coder, 2)
+    for step in range(50):
+        filler.fill(ring.slabs[1], 0, np.array([3, 5 if step == 1 else 4]))
+        assert rows.tolist() == [2, 3]
+        stream.synchronize()
+    assert len(filler._queued) == 1, "memory grows with every fill"
+    assert filler.refused() == {5}
+    assert filler.refused() == set()
+
+
+def test_pages_that_are_refused_during_a_check_are_reported_by_the_next() -> None:
+    arena = HostArena(
+        PageLayout.of(
+            PageSpec(num_layers=1, page_size=4, num_kv_heads=1, head_dim=16, dtype="bfloat16", model="m")
+        ),
+        SLOTS,
+        codec="int8",
+    )
+    filler: Any = PageStream.open(arena, "cpu")._filler
+
+    class Meanwhile(deque[int]):
+        """The thread refuses another page as soon as its length was asked for."""
+
+        def __len__(self) -> int:
+            found = super().__len__()
+            if 2 not in self:
+                self.append(2)
+            return found
+
+    filler._refused = Meanwhile([1])
+    assert filler.refused() == {1}
+    assert 2 in filler.refused()

@@ -79,9 +79,8 @@ class Stalling:
         self._stream.queue(partial(sleep, self._chance.choice([0, 0, 1e-4, 1e-3])))
         self._filler.fill(slab, layer, slots)
 
-    def refused(self) -> bool:
-        found = self._filler.refused()
-        assert isinstance(found, bool)
+    def refused(self) -> set[int]:
+        found: set[int] = self._filler.refused()
         return found
 
 
@@ -274,7 +273,7 @@ def require_exact(module: ModuleType, step: Step, kernels: ModuleType | None = N
         scene.require_right(way)
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
 def test_encoded_pages_are_decoded_layer_by_layer(codec: str) -> None:
     scene = Scene(replace(DOCUMENT, codec=codec, page_size=16, head_dim=16))
     way = StreamedDecode(scene.stream)
@@ -283,15 +282,41 @@ def test_encoded_pages_are_decoded_layer_by_layer(codec: str) -> None:
     scene.stream.check()
 
 
-def test_page_that_cannot_be_decoded_is_reported() -> None:
-    scene = Scene(replace(DOCUMENT, codec="int8", page_size=16, head_dim=16, share=1.0))
-    for slot in range(scene.arena.num_slots):
-        scene.arena.view(slot)[:] = 0xFF
+def damaged(share: float, slabs: int = 3) -> tuple[Scene, int, NDArray[np.uint8]]:
+    """Return a scene in which the payload of a page in host memory is damaged, its slot, and the payload before."""
+    scene = Scene(replace(DOCUMENT, codec="int8", page_size=16, head_dim=16, share=share, slabs=slabs))
+    slot = int(scene.slots[scene.in_host][0])
+    before = scene.arena.view(slot).copy()
+    scene.arena.view(slot)[:] = 0xFF
+    return scene, slot, before
+
+
+def test_page_that_cannot_be_decoded_is_reported_with_its_slot_and_never_replaced_by_another() -> None:
+    scene, slot, _ = damaged(share=1.0)
     way = StreamedDecode(scene.stream)
     scene.plan(way)
-    way.run(scene.q[0], scene.hbm[:, 0], 0)
-    with pytest.raises(IntegrityError, match="not a valid payload of its codec"):
+    for layer in range(LAYERS):
+        out = way.run(scene.q[layer], scene.hbm[:, layer], layer)
+        assert isinstance(out, torch.Tensor)
+        readers = [i for i in range(3) if slot in scene.slots[scene.indptr[i] : scene.indptr[i + 1]]]
+        assert out[readers].isnan().all()
+    with pytest.raises(IntegrityError, match=rf"in the host slots \[{slot}\]: discard the results"):
         scene.stream.check()
+
+
+def test_a_damaged_page_that_was_copied_ahead_is_not_read_after_it_was_reported() -> None:
+    scene, slot, before = damaged(share=1.0, slabs=40)  # the ring holds several steps
+    way = StreamedDecode(scene.stream)
+    scene.plan(way)
+    scene.stream._ring.stream.synchronize()
+    with pytest.raises(IntegrityError, match="not valid payloads"):
+        scene.stream.check()
+    with pytest.raises(ValueError, match=r"the stream was released after plan\(\)"):
+        way.run(scene.q[0], scene.hbm[:, 0], 0)
+    scene.arena.view(slot)[:] = before
+    scene.plan(way)
+    scene.require_right(way)
+    scene.stream.check()
 
 
 @pytest.mark.parametrize("seed", lanes.seeds(3, 30))
@@ -365,6 +390,42 @@ def test_plans_follow_small_changes() -> None:
 
 def test_two_plans_may_share_a_stream() -> None:
     require_shared(streamed)
+
+
+def test_a_plan_without_pages_in_host_memory_leaves_the_copies_ahead_for_others() -> None:
+    scene = Scene(replace(DOCUMENT, share=1.0))
+    way, other = StreamedDecode(scene.stream), StreamedDecode(scene.stream)
+    for _ in range(2):
+        scene.plan(way)
+        other.plan(
+            [0, 1],
+            [0],
+            [4],
+            *scene.heads,
+            in_host=[False],
+            q_data_type=torch.float32,
+            o_data_type=torch.float32,
+        )
+        for layer in range(LAYERS):
+            scene.require_right(way, [layer])
+            # The stream has chunks, but none of them belong to this plan.
+            out = other.run(scene.q[layer, :1], scene.whole[:, layer], layer)
+            shape = shape_of(*scene.heads, None, True, -1, None, torch.float32, None)
+            table = Paging.of(None, [0, 1], [0], [4], shape)
+            torch.testing.assert_close(out, attend(scene.q[layer, :1], scene.whole[:, layer], table)[0])
+    assert scene.stream.restarts == 0
+
+
+def test_a_plan_whose_pages_are_all_in_hbm_again_ends_its_copies_ahead() -> None:
+    scene = Scene(replace(DOCUMENT, share=1.0))
+    way = StreamedDecode(scene.stream)
+    scene.plan(way)
+    assert scene.stream.chunks
+    scene.place(0.0)
+    scene.set_lens(scene.lens)
+    scene.plan(way)
+    assert not scene.stream.chunks
+    scene.require_right(way)
 
 
 def test_shared_pages_are_streamed_once_per_layer_for_all_questions() -> None:
@@ -441,6 +502,31 @@ def test_impossible_plans_are_refused(changed: dict[str, Any], what: str) -> Non
         way.run(scene.q[0], scene.hbm[:, 0], 0)
 
 
+@pytest.mark.parametrize("slot", [-1, 999])
+def test_host_slots_that_do_not_exist_are_refused_and_later_plans_still_work(slot: int) -> None:
+    scene = Scene(DOCUMENT)
+    way = StreamedDecode(scene.stream)
+    slots = scene.slots.copy()
+    slots[np.flatnonzero(scene.in_host)[0]] = slot
+    with pytest.raises(ValueError, match=f"host slot must be 0 to {scene.arena.num_slots - 1}, got {slot}"):
+        way.plan(
+            scene.indptr, slots, scene.last, *scene.heads, in_host=scene.in_host, q_data_type=torch.float32
+        )
+    scene.plan(way)
+    scene.require_right(way)
+    scene.stream.close()
+
+
+def test_pages_in_hbm_must_have_as_many_planes_as_pages_in_host_memory() -> None:
+    scene = Scene(DOCUMENT)
+    way = StreamedDecode(scene.stream)
+    scene.plan(way)
+    with pytest.raises(
+        ValueError, match="paged_kv_cache must have 2 planes, as the pages of the stream, got 1"
+    ):
+        way.run(scene.q[0], scene.hbm[:, 0, :1], 0)
+
+
 def test_layers_that_were_not_planned_are_refused() -> None:
     scene = Scene(DOCUMENT)
     way = StreamedDecode(scene.stream)
@@ -487,7 +573,7 @@ BUGS = [
     ),
     Bug(
         "another plan's chunks are read",
-        "if self._stream.chunks is not self._streamed.chunks:",
+        "if self._streamed.chunks and not self._follows():",
         "if not self._stream.chunks:",
     ),
     Bug(

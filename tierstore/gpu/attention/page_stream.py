@@ -183,8 +183,8 @@ class Filler(Protocol):
         """
         ...
 
-    def refused(self) -> bool:
-        """Return whether the codec refused a page in a fill that has ended since the last call."""
+    def refused(self) -> set[int]:
+        """Return the host slots of the pages that the codec refused, in fills that have ended since the last call."""
         ...
 
 
@@ -212,9 +212,9 @@ class CopiedRows:
         at = self._host.addresses(slots) + (self._offset + layer * self._layer_nbytes)
         self._carriers[slab.number].load(self._numbers[: len(at)], at, self._ring.stream)
 
-    def refused(self) -> bool:
-        """Return False, because every page can be copied."""
-        return False
+    def refused(self) -> set[int]:
+        """Return no slots, because every page can be copied."""
+        return set()
 
 
 class DecodedRows:
@@ -223,11 +223,14 @@ class DecodedRows:
     def __init__(self, host: Host, ring: Ring, coder: Coder, rows: int) -> None:
         """Set the coder, whose pages are the rows of all slabs, and the number of rows of a slab."""
         self._host, self._ring, self._coder, self._rows = host, ring, coder, rows
-        self._queued: deque[tuple[Any, torch.Tensor]] = deque()
-        """The event that follows each fill, and the flags of its pages, in whose memory the kernel's table is too."""
+        self._queued: deque[tuple[Any, torch.Tensor, NDArray[np.int64]]] = deque()
+        """The event that follows each fill, the flags of its pages, in whose memory the kernel's table is too, and
+        their host slots."""
+        self._refused: set[int] = set()
 
     def fill(self, slab: Slab, layer: int, slots: NDArray[np.int64]) -> None:
         """See ``Filler``."""
+        self._collect()
         card, count = self._ring.card, len(slots)
         with card.using(self._ring.stream):
             table, flags = fetch_table(card, count)
@@ -237,14 +240,19 @@ class DecodedRows:
             self._coder.fetch(table, flags, (layer, layer + 1))
             event = card.event()
             event.record(self._ring.stream)
-        self._queued.append((event, flags))
+        self._queued.append((event, flags, slots))
 
-    def refused(self) -> bool:
+    def refused(self) -> set[int]:
         """See ``Filler``."""
-        found = False
-        while self._queued and has_happened(self._queued[0][0]):
-            found |= bool(self._queued.popleft()[1].any())
+        self._collect()
+        found, self._refused = self._refused, set()
         return found
+
+    def _collect(self) -> None:
+        """Read the flags of the fills that have ended, and drop the flags."""
+        while self._queued and has_happened(self._queued[0][0]):
+            _, flags, slots = self._queued.popleft()
+            self._refused.update(slots[flags.numpy() != 0].tolist())
 
 
 class ThreadRows:
@@ -253,7 +261,7 @@ class ThreadRows:
     def __init__(self, host: Host, stream: ThreadStream, spec: PageSpec, offset: int) -> None:
         """Set the slots in host memory, the stream, and the KV group with its offset in a page, in bytes."""
         self._host, self._stream, self._spec, self._offset = host, stream, spec, offset
-        self._refused: deque[IntegrityError] = deque()
+        self._refused: deque[int] = deque()
         self._parts: list[tuple[tuple[int, int, int], ...]] = []
         held = host.held
         if held.encoded:
@@ -271,11 +279,9 @@ class ThreadRows:
             copy = self._decode if self._parts else self._copy
             self._stream.queue(partial(copy, slot, layer, rows[row * nbytes : (row + 1) * nbytes]))
 
-    def refused(self) -> bool:
+    def refused(self) -> set[int]:
         """See ``Filler``."""
-        found = bool(self._refused)
-        self._refused.clear()
-        return found
+        return {self._refused.popleft() for _ in range(len(self._refused))}  # the thread may append meanwhile
 
     def _copy(self, slot: int, layer: int, row: NDArray[np.uint8]) -> None:
         start = self._offset + layer * len(row)
@@ -287,9 +293,11 @@ class ThreadRows:
             self._payload[at : at + nbytes] = page[there : there + nbytes]
         try:
             self._unpacker.unpack(self._payload, self._unpacker.page)
-        except IntegrityError as error:
-            self._refused.append(error)
-        np.copyto(row, self._unpacker.page[: len(row)])
+        except IntegrityError:
+            self._refused.append(slot)
+            row.fill(0xFF)  # NaN, because the scratch memory may contain another page
+        else:
+            np.copyto(row, self._unpacker.page[: len(row)])
 
 
 class _Filled(NamedTuple):
@@ -355,6 +363,8 @@ class PageStream:
     ) -> PageStream:
         """Open a stream of the pages in ``host``. Allocates the ring.
 
+        Close the stream before you drop it, because copies may be in flight at any time after ``follow``.
+
         Args:
             host: The slots in host memory, such as a ``HostArena``. On a GPU, streamed slots must be pinned.
             device: The device on which attention is computed.
@@ -375,7 +385,13 @@ class PageStream:
                 _require_one_group(host.held)
             thread: Any = ThreadStream()
             ring, here = Ring(rows * layer, thread, ThreadCard(), count), CallingThread()
-            return cls(ring, ThreadRows(host, thread, spec, offset), spec, lambda: here, _nothing_to_check)
+            return cls(
+                ring,
+                ThreadRows(host, thread, spec, offset),
+                spec,
+                lambda: here,
+                partial(_require_slots, host),
+            )
         device = torch.device("cuda", device.index or 0)
         ring, filler = _on_card(host, device, spec, offset, rows, count)
         current = partial(torch.cuda.current_stream, device)
@@ -467,10 +483,18 @@ class PageStream:
         """Raise IntegrityError if a page that was streamed since the last call could not be decoded.
 
         Call it after waiting for a step, before using its results: attention over such a page is wrong. Pages that
-        are not encoded always pass.
+        are not encoded always pass. An error also releases the stream and waits for the copies in flight, so that
+        no later step reads such a page that was copied ahead.
         """
-        if self._filler.refused():
-            raise IntegrityError("a page in host memory is not a valid payload of its codec")
+        refused = self._filler.refused()
+        if not refused:
+            return
+        self.release().synchronize()
+        refused |= self._filler.refused()
+        raise IntegrityError(
+            f"pages in host memory are not valid payloads of their codec, in the host slots {sorted(refused)}: "
+            "discard the results of this step, compute these pages again, and call plan() before the next run()"
+        )
 
     def close(self) -> None:
         """Discard all copies that are queued ahead, and wait for those in flight. Idempotent."""
@@ -576,12 +600,20 @@ def _require_one_group(held: HostFormat) -> None:
 
 
 def _require_pinned(host: Host, slots: NDArray[np.int64]) -> None:
-    last, pinned = int(slots.max(initial=-1)), host.pinned_slots
+    first, last, pinned = int(slots.min(initial=0)), int(slots.max(initial=-1)), host.pinned_slots
+    if first < 0:
+        raise ValueError(f"host slots must be 0 or more, got {first}")
     if last >= pinned:
         raise ValueError(
             f"host slots must be pinned to be streamed, got slot {last}, but only {pinned} slots are pinned so far"
         )
 
 
-def _nothing_to_check(slots: NDArray[np.int64]) -> None:
-    pass
+def _require_slots(host: Host, slots: NDArray[np.int64]) -> None:
+    if not len(slots):
+        return
+    try:
+        for slot in (slots.min(), slots.max()):
+            host.view(int(slot))
+    except IndexError as error:
+        raise ValueError(f"pages cannot be streamed: {error}") from error

@@ -413,9 +413,15 @@ class _Streamed:
             self._again(table, np.flatnonzero(mask)),
             self._prepared(_passes(table, resident)),
         )
-        self._stream.follow(streamed.chunks, order)
+        # A plan without pages in host memory leaves the copies ahead for other plans alone.
+        if streamed.chunks or self._follows():
+            self._stream.follow(streamed.chunks, order)
         self._resident, self._streamed, self._page_table, self._layers = prepared, streamed, table, order
         self._released = self._stream.released
+
+    def _follows(self) -> bool:
+        """Return whether the stream follows the last plan of this object."""
+        return self._streamed is not None and self._stream.chunks is self._streamed.chunks
 
     def _again(self, table: Paging, positions: NDArray[np.intp]) -> _Stream:
         """Return the streamed passes. Those of the last plan are used again if nothing they depend on has changed."""
@@ -482,11 +488,16 @@ class _Streamed:
         table = self.planned
         assert self._streamed is not None
         table.require(q, paged_kv_cache)
+        planes = self._stream.spec.shape[1]
+        if paged_kv_cache.shape[1] != planes:
+            raise ValueError(
+                f"paged_kv_cache must have {planes} planes, as the pages of the stream, got {paged_kv_cache.shape[1]}"
+            )
         if layer not in self._layers:
             raise ValueError(f"layer must be one of the planned layers {list(self._layers)}, got {layer}")
         if self._released != self._stream.released:
             raise ValueError("the stream was released after plan(): call plan() again before run()")
-        if self._stream.chunks is not self._streamed.chunks:
+        if self._streamed.chunks and not self._follows():
             self._stream.follow(self._streamed.chunks, self._layers)
         dim = table.shape.head_dim_vo
         want = (*q.shape[:2], dim)
@@ -496,7 +507,7 @@ class _Streamed:
         sums = _Sums(out, lse, passes, self._kernels)
         for one in self._resident:
             sums.add(*one.run(q, paged_kv_cache, dim), one.queries)
-        for chunk, pages in self._stream.layer(layer):
+        for chunk, pages in self._stream.layer(layer) if self._streamed.chunks else ():
             for one in self._streamed.passes[chunk]:
                 sums.add(*one.run(q, pages, dim), one.queries)
         return (out, lse) if return_lse else out
@@ -542,9 +553,10 @@ class StreamedDecode(_Streamed):
     ) -> None:
         """Plan a step for all layers with the same shape, and start to stream its first layer.
 
-        The pages in host memory must not change until the next plan without them, or until the event that
-        ``PageStream.release`` returns has completed. In HBM, the pages of a layer must be complete when ``run`` is
-        called for it.
+        The pages in host memory must not change, and must stay pinned, until the event that ``PageStream.release``
+        returns has completed. A later plan without them is not enough, because copies that are already queued still
+        read them. In HBM, the pages of a layer must be complete when ``run`` is called for it. On a GPU, call ``plan``
+        and ``run`` on the same stream.
 
         Args:
             indptr: See ``PagedDecode.plan``.
