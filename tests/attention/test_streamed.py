@@ -436,6 +436,25 @@ def test_shared_pages_are_streamed_once_per_layer_for_all_questions() -> None:
     scene.require_right(way)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_a_batch_may_shrink_and_grow_from_plan_to_plan(share: float) -> None:
+    scene = Scene(replace(DOCUMENT, share=share, own=(5, 1, 8)))
+    ways: list[Any] = [StreamedDecode(scene.stream), StreamedPrefill(scene.stream)]
+    for count in (3, 2, 1, 3, 0, 2):
+        indptr = scene.indptr[: count + 1]
+        pages = slice(0, indptr[-1])
+        options: dict[str, Any] = {
+            "in_host": scene.in_host[pages], "q_data_type": torch.float32, "o_data_type": torch.float32,
+        }  # fmt: skip
+        for way, first in zip(ways, ((), (range(count + 1),)), strict=True):
+            way.plan(*first, indptr, scene.slots[pages], scene.last[:count], *scene.heads, **options)
+            for layer in range(LAYERS):
+                out = way.run(scene.q[layer, :count], scene.hbm[:, layer], layer)
+                want = scene.want(layer)[0][:count]
+                assert isinstance(out, torch.Tensor)
+                torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_passes_over_chunks_that_have_not_changed_are_not_planned_again() -> None:
     scene = Scene(replace(DOCUMENT, share=1.0, own=(1, 1, 1)))
     way = StreamedDecode(scene.stream)

@@ -355,17 +355,17 @@ class _Stream(NamedTuple):
     def stays(self, table: Paging, positions: NDArray[np.intp], slots: NDArray[np.int64]) -> bool:
         """Return whether a plan with this table has the same streamed passes. If in doubt, return False."""
         old = self.table
-        # Sequences that have grown still see all of their pages in host memory whole.
-        whole = len(self.entries.slot) == len(self.slots) and bool(self.entries.whole.all())
-        grown = whole and bool((table.kv_lens >= old.kv_lens).all())
-        return (
-            old.shape == table.shape
-            and (np.array_equal(old.kv_lens, table.kv_lens) or grown)
-            and np.array_equal(old.qo_indptr, table.qo_indptr)
+        if old.shape != table.shape or not (
+            np.array_equal(old.qo_indptr, table.qo_indptr)
             and np.array_equal(old.indptr, table.indptr)
             and np.array_equal(self.positions, positions)
             and np.array_equal(self.slots, slots)
-        )
+        ):
+            return False
+        # Sequences that have grown still see all of their pages in host memory whole.
+        whole = len(self.entries.slot) == len(self.slots) and bool(self.entries.whole.all())
+        grown = whole and bool((table.kv_lens >= old.kv_lens).all())
+        return grown or np.array_equal(old.kv_lens, table.kv_lens)
 
 
 class _Streamed:
