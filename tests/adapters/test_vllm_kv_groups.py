@@ -137,7 +137,7 @@ def test_hit_inside_a_block_is_the_longest_that_every_group_can_continue_from(
         [g.number * 100 + i + 1 if not g.partial or i == blocks - 1 else 0 for i in range(blocks)]
         for g in kinds
     ]
-    loaded = pages_to_load(groups, chains, tables, plan.start, plan.end)
+    loaded = [*zip(*pages_to_load(groups, chains, tables, plan.start, plan.end), strict=True)]
     assert (
         {(first, key, block) for first, key, block in loaded}
         == {
@@ -168,15 +168,15 @@ def test_blocks_freed_by_a_window_are_neither_loaded_nor_missing() -> None:
     groups = Groups((Group(0, 4, 2), Group(1, 2, kind=Window(3))))
     chains = groups.chains(HASHES, NAMES[: len(groups.all)])
     tables = [[11, 12, 13], [0, 0, 0, 24, 25]]
-    pages = pages_to_load(groups, chains, tables, 4, 8)
-    assert [(start, block) for start, _, block in pages] == [(4, 12), (6, 24)]
-    assert [key for _, key, _ in pages] == [chains[0].at(1), chains[1].at(3)]
+    starts, keys, blocks = pages_to_load(groups, chains, tables, 4, 8)
+    assert [*zip(starts, blocks, strict=True)] == [(4, 12), (6, 24)]
+    assert [*keys] == [chains[0].at(1), chains[1].at(3)]
 
 
 def test_block_table_shorter_than_the_load_is_refused() -> None:
     groups = Groups((Group(0, 4, 2),))
     chains = groups.chains(HASHES, NAMES[:1])
-    assert [block for _, _, block in pages_to_load(groups, chains, [[11, 12, 13]], 4, 8)] == [12]
+    assert pages_to_load(groups, chains, [[11, 12, 13]], 4, 8)[2] == [12]
     with pytest.raises(ValueError, match="shorter"):
         pages_to_load(groups, chains, [[11]], 4, 8)
 
@@ -410,7 +410,7 @@ def test_block_tables_and_keys_use_vllms_group_number() -> None:
     )
     chains = groups.chains(HASHES, NAMES[:1])
     pages = pages_to_load(groups, chains, [[7], [11, 12, 13]], 4, 8)
-    assert pages == [(4, chains[1].at(1), 12)]
+    assert [[*each] for each in pages] == [[4], [chains[1].at(1)], [12]]
     assert longest_hit(groups, chains, 4, 9, some(set(chains[1].first(2)))).keys == [(8, chains[1].at(1))]
 
 

@@ -240,12 +240,18 @@ def blocks_that_another_connector_fills_are_not_fenced(patch: pytest.MonkeyPatch
     patch.setattr(SchedulerHalf, "_filled_by_others", lambda self, steps: [])
 
 
+def without(found: Any, blocks: set[int]) -> Any:
+    """Return the first tokens, keys and blocks of the pages that are not in ``blocks``, or of all if none is left."""
+    left = [page for page in zip(*found, strict=True) if page[2] not in blocks]
+    return tuple(zip(*left, strict=True)) if left else found
+
+
 @PLANTED.bug
 def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
-    def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> list[Any]:
+    def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> Any:
         found = pages_to_load(groups, chains, tables, start, end)
         windows = {block for group in groups.all if group.partial for block in tables[group.number]}
-        return [page for page in found if page[2] not in windows] or found
+        return without(found, windows)
 
     patch.setattr(hit, "_windows", lambda groups, chains, start, end, find: [])
     patch.setattr(scheduler, "pages_to_load", wrong)
@@ -255,10 +261,9 @@ def a_hit_counts_without_its_windows(patch: pytest.MonkeyPatch) -> None:
 def a_hit_counts_without_its_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hit._StatesFound, "last_end", lambda self, start, end: end)
 
-    def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> list[Any]:
+    def wrong(groups: Groups, chains: Any, tables: Any, start: int, end: int) -> Any:
         states = {block for group in groups.states for block in tables[group.number]}
-        found = pages_to_load(groups, chains, tables, start, end)
-        return [page for page in found if page[2] not in states] or found
+        return without(pages_to_load(groups, chains, tables, start, end), states)
 
     patch.setattr(scheduler, "pages_to_load", wrong)
 

@@ -201,27 +201,42 @@ def _with_tail(
 
 def pages_to_load(
     groups: Groups, chains: Chains, tables: Sequence[Sequence[int]], start: int, end: int
-) -> list[tuple[int, PageKey, int]]:
-    """Return the first token, key and block of each page to load for tokens ``start`` to ``end``.
+) -> tuple[Sequence[int], Sequence[PageKey], Sequence[int]]:
+    """Return the first tokens, the keys and the blocks of the pages to load for tokens ``start`` to ``end``.
+
+    There are none if a hit ends where a local chunk ends.
 
     ``tables`` are the request's block tables, by group number. The result includes all blocks in this range that the
     request has, because vLLM then counts all their tokens as computed. Pages are sorted by their last token, because
     the first pages are usable without the later ones.
+
+    Raises:
+        ValueError: A block table is shorter than the range.
     """
     found: list[tuple[int, int, PageKey, int]] = []
     for group in groups.all:
         chain, table, size = chains[group.number], tables[group.number], group.block_size
         first, last = start // size, end // size
-        begins = range(first * size, last * size, size)
+        begins, keys, blocks = (
+            range(first * size, last * size, size),
+            chain.between(first, last),
+            table[first:last],
+        )
+        if not len(begins) == len(keys) == len(blocks):
+            raise ValueError(
+                f"group {group.number} needs blocks {first} to {last - 1}, but its block table or its hashes are "
+                f"shorter: it has {len(table)} blocks, and {len(keys)} of the needed ones have hashes"
+            )
+        if groups.whole:  # a tuple per page of a long prompt would take milliseconds
+            return begins, keys, blocks
         ends = range(begins.start + size, begins.stop + size, size)
-        pages = zip(ends, begins, chain.between(first, last), table[first:last], strict=True)
+        pages = zip(ends, begins, keys, blocks, strict=True)
         found += (page for page in pages if page[3] != NULL_BLOCK) if group.partial else pages
         if end % size and groups.tail_unit:
             [key] = chain.ending([end // groups.tail_unit])
             found.append((end, last * size, key, table[last]))
-    if len(groups.all) > 1:
-        found.sort(key=lambda page: page[0])
-    return [(begin, key, block) for _, begin, key, block in found]
+    found.sort(key=lambda page: page[0])
+    return [page[1] for page in found], [page[2] for page in found], [page[3] for page in found]
 
 
 class _StatesFound:

@@ -382,9 +382,8 @@ class SchedulerHalf:
         if tiers is None or known is None or known.lookup is None or not tokens:
             return
         start = known.lookup.computed
-        pages = pages_to_load(self.groups, known.chains, tables, start, start + tokens)
-        # A hit that ends where a local chunk ends needs no page. vLLM still waits for the result of a load.
-        starts, keys, blocks = zip(*pages, strict=True) if pages else ((), (), ())
+        # vLLM waits for the result of a load even if it needs no page.
+        starts, keys, blocks = pages_to_load(self.groups, known.chains, tables, start, start + tokens)
         known.taken, known.lookup = known.lookup.hit, None
         on_disk = below_memory(known.taken)
         tiers.loads.want(request.request_id, keys, blocks, starts, on_disk)
