@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -554,9 +554,9 @@ def test_a_call_that_began_before_a_clear_stores_nothing(module: ModuleType, tmp
         disk = storage._opened()["kv"]
         cleared: list[int] = []
 
-        def copy(page: int, row: Any) -> None:
+        def copy(pages: Sequence[int], memory: Any, rows: Sequence[int]) -> None:
             if not cleared:
-                cleared.append(page)
+                cleared.extend(pages)
                 storage.clear()
 
         far = module.time.monotonic() + 60.0
@@ -571,9 +571,9 @@ def test_a_call_on_a_pool_that_closes_gets_misses(module: ModuleType, tmp_path: 
         write(storage, pool, range(2))
         disk = storage._opened()["kv"]
         far = module.time.monotonic() + 60.0
-        assert disk.put([b"x" * 36], lambda page, row: disk.close(30.0), far) == [False]
-        assert disk.get([bytes.fromhex(key(0)) + bytes(4)], lambda page, row: None, far) == [False]
-        assert disk.put([b"y" * 36], lambda page, row: None, far) == [False]
+        assert disk.put([b"x" * 36], lambda *_: disk.close(30.0), far) == [False]
+        assert disk.get([bytes.fromhex(key(0)) + bytes(4)], lambda *_: None, far) == [False]
+        assert disk.put([b"y" * 36], lambda *_: None, far) == [False]
         assert disk.flush(far)
         assert disk._memory.nbytes == 0  # the staging memory is free although somebody still holds the pool
 

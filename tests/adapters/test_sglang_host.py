@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -248,14 +248,14 @@ def test_a_slot_is_not_reused_while_a_reader_copies(module: ModuleType, tmp_path
                 fill(other, 0, number)
                 storage.batch_set_v1([key(number)], tokens(other, [0]))
 
-        def copy(page: int, row: Any) -> None:
-            before = row.tobytes()
+        def copy(asked: Sequence[int], memory: Any, rows: Sequence[int]) -> None:
+            before = memory[list(rows)].tobytes()
             if not copied:
                 thread = threading.Thread(target=disturb)
                 thread.start()
                 thread.join()
-            copied[page] = row.tobytes()
-            assert copied[page] == before
+            assert memory[list(rows)].tobytes() == before
+            copied.update({page: memory[row].tobytes() for page, row in zip(asked, rows, strict=True)})
 
         found = pages.get(wanted, copy, far)
         assert found[0]
@@ -416,8 +416,8 @@ def test_the_memory_is_freed_when_the_backend_closes(module: ModuleType, tmp_pat
         storage.close()
         assert pages._memory.nbytes == 0
         far = module.time.monotonic() + 60.0
-        assert pages.put([b"y" * 36], lambda page, row: None, far) == [False]
-        assert pages.get([bytes.fromhex(key(0)) + bytes(4)], lambda page, row: None, far) == [False]
+        assert pages.put([b"y" * 36], lambda *_: None, far) == [False]
+        assert pages.get([bytes.fromhex(key(0)) + bytes(4)], lambda *_: None, far) == [False]
         assert pages.exist([bytes.fromhex(key(0)) + bytes(4)]) == [False]
 
 

@@ -117,6 +117,7 @@ class Rig:
         codec: str = "none",
         layout: PageLayout | None = None,
         held: str = "none",
+        batch_nbytes: int | None = None,
     ) -> None:
         self.home = home
         self.page_nbytes = page_nbytes
@@ -138,6 +139,7 @@ class Rig:
             codec=codec,
             layout=layout,
             held=held,
+            batch_nbytes=batch_nbytes,
         )
 
     def transfer(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None] | None = None) -> Transfer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +129,27 @@ def test_each_read_of_a_run_has_the_whole_timeout(rig: Rig, calls: Replace) -> N
     calls(preadv=slow)
     assert read(rig, numbers) == {}
     assert len(set(starts)) >= PAGES  # each read began anew
+
+
+def test_a_limit_for_batches_divides_a_write_into_transactions(tmp_path: Path) -> None:
+    with closing(Rig(tmp_path / "home", payload="extents", batch_nbytes=3 * PAGE)) as rig:
+        assert rig.write(range(9)).ok
+        assert rig.tier.counters()["batches"] == 3
+
+
+def test_small_transfers_that_are_queued_together_are_read_in_runs(tmp_path: Path, calls: Replace) -> None:
+    with closing(Rig(tmp_path / "home", payload="extents", readers=1)) as rig:
+        hold_clock(rig.tier)
+        assert rig.write(range(PAGES)).ok
+        disk = Hanging(1)
+        calls(preadv=disk)
+        queued = [(range(1), *submit_read(rig, range(1)))]
+        disk.wait(1)  # the only thread is busy until all transfers are queued
+        queued += [(part, *submit_read(rig, part)) for part in (range(1, 21), range(21, 41))]
+        counted = Counting()
+        calls(preadv=counted)
+        disk.go_on.set()
+        for numbers, transfer, out in queued:
+            assert rig.ack(transfer).ok
+            assert all((found == page(number)).all() for number, found in zip(numbers, out, strict=True))
+        assert counted.sizes[0] == 2 * 20

@@ -25,6 +25,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from tierstore.adapters.host_cache import host_and_nvme
 from tierstore.adapters.sglang_identity import identity
 from tierstore.adapters.sglang_metrics import Rates, pool_metrics
-from tierstore.adapters.staged_pages import CLOSE_S, StagedPages
+from tierstore.adapters.staged_pages import CLOSE_S, LOADING_SHARE, StagedPages
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.host.free_memory import free_memory
@@ -65,7 +66,7 @@ _SGLANGS = (
     "file_storage_path",
 )
 _OURS = ("config", "model", "staging")
-_STAGING_NBYTES = 256 << 20
+_STAGING_NBYTES = 512 << 20
 _TIMEOUT_S = 10.0
 """Longest time in seconds that a call may take if there is no disk."""
 
@@ -85,7 +86,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     - ``model``: A name for the weights. It must change whenever the same tokens would produce different KV. By
       default, weights are identified by SGLang's model path and revision and, if the path is a local directory, by
       samples of its files.
-    - ``staging``: The size of the staging buffers of each pool, such as "256MiB". Memory is committed as it is used.
+    - ``staging``: The size of the staging buffers of each pool, "512MiB" by default. Memory is committed as it is used.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``.
@@ -447,6 +448,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
                 description=described,
                 payload=nvme.payload,
                 read_only=nvme.read_only,
+                batch_nbytes=self._staging * (LOADING_SHARE - 1) // (2 * LOADING_SHARE),
                 **where,
             )
 
@@ -543,7 +545,7 @@ class _Host:
         """Return access to the pages at these token indices."""
         if not self.by_address:
             return _Flat(self.pool, places[:: self.page_size].tolist())
-        return _Buffers(self.pool.get_page_buffer_meta(places)[0], self.parts)
+        return _Buffers(lambda: self.pool.get_page_buffer_meta(places)[0], self.parts)
 
 
 class _Pool(StagedPages):
@@ -554,27 +556,53 @@ class _Pool(StagedPages):
         self.host = host
 
 
+_LEAST_RELEASED = 64 << 10
+"""Size in bytes from which a copy releases the GIL. To get it back takes longer than to copy a smaller piece."""
+
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+_memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_with_gil.restype = ctypes.c_void_p
+
+
+def _copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy ``nbytes`` bytes from the address ``source`` to the address ``target``."""
+    move = _memmove_with_gil if nbytes < _LEAST_RELEASED else ctypes.memmove
+    move(target, source, nbytes)
+
+
 class _Buffers:
     """Pages in memory, each in several buffers."""
 
-    def __init__(self, addresses: Sequence[int], parts: Sequence[int]) -> None:
-        self._addresses, self._parts = addresses, parts
+    def __init__(self, addresses: Callable[[], Sequence[int]], parts: Sequence[int]) -> None:
+        """Remember how to find the buffers. ``addresses`` is called while the disk reads the first pages."""
+        self._found, self._parts = addresses, parts
 
-    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy ``row`` to the page."""
-        for address, nbytes, at in self._of(page, row):
-            ctypes.memmove(address, at, nbytes)
+    def fill(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy rows of ``memory`` to the pages."""
+        for address, at, nbytes in self._pieces(pages, memory, rows):
+            _copy_bytes(address, at, nbytes)
 
-    def read(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy the page to ``row``."""
-        for address, nbytes, at in self._of(page, row):
-            ctypes.memmove(at, address, nbytes)
+    def read(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy the pages to rows of ``memory``."""
+        for address, at, nbytes in self._pieces(pages, memory, rows):
+            _copy_bytes(at, address, nbytes)
 
-    def _of(self, page: int, row: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
-        at, first = row.ctypes.data, page * len(self._parts)
-        for number, nbytes in enumerate(self._parts, first):
-            yield self._addresses[number], nbytes, at
-            at += nbytes
+    def _pieces(
+        self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the address of each buffer, the address in ``memory`` and the size in bytes."""
+        base, row_nbytes, count = memory.ctypes.data, memory.strides[0], len(self._parts)
+        for page, row in zip(pages, rows, strict=True):
+            at = base + row * row_nbytes
+            for address, nbytes in zip(
+                self._addresses[page * count : (page + 1) * count], self._parts, strict=True
+            ):
+                yield address, at, nbytes
+                at += nbytes
+
+    @cached_property
+    def _addresses(self) -> Sequence[int]:
+        return self._found()
 
 
 class _Flat:
@@ -583,16 +611,18 @@ class _Flat:
     def __init__(self, pool: Any, places: Sequence[int]) -> None:
         self._pool, self._places = pool, places
 
-    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy ``row`` to the page."""
-        whole = self._pool.get_dummy_flat_data_page()
-        _bytes(whole)[:] = row[: whole.numel() * whole.element_size()]
-        self._pool.set_from_flat_data_page(self._places[page], whole)
+    def fill(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy rows of ``memory`` to the pages."""
+        for page, row in zip(pages, rows, strict=True):
+            whole = self._pool.get_dummy_flat_data_page()
+            _bytes(whole)[:] = memory[row][: whole.numel() * whole.element_size()]
+            self._pool.set_from_flat_data_page(self._places[page], whole)
 
-    def read(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy the page to ``row``."""
-        whole = _bytes(self._pool.get_data_page(self._places[page], flat=True))
-        row[: whole.nbytes] = whole
+    def read(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy the pages to rows of ``memory``."""
+        for page, row in zip(pages, rows, strict=True):
+            whole = _bytes(self._pool.get_data_page(self._places[page], flat=True))
+            memory[row][: whole.nbytes] = whole
 
 
 class _Tensors:
@@ -607,17 +637,19 @@ class _Tensors:
         """Return whether every page is a contiguous tensor of ``nbytes`` bytes."""
         return all(page is not None and page.nbytes == nbytes for page in self._pages)
 
-    def fill(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy ``row`` to the page."""
-        found = self._pages[page]
-        assert found is not None
-        found[:] = row[: found.nbytes]
+    def fill(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy rows of ``memory`` to the pages."""
+        for page, row in zip(pages, rows, strict=True):
+            found = self._pages[page]
+            assert found is not None
+            found[:] = memory[row][: found.nbytes]
 
-    def read(self, page: int, row: NDArray[np.uint8]) -> None:
-        """Copy the page to ``row``."""
-        found = self._pages[page]
-        assert found is not None
-        row[: found.nbytes] = found
+    def read(self, pages: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy the pages to rows of ``memory``."""
+        for page, row in zip(pages, rows, strict=True):
+            found = self._pages[page]
+            assert found is not None
+            memory[row][: found.nbytes] = found
 
 
 _Memory = _Buffers | _Flat | _Tensors

@@ -32,6 +32,9 @@ from tierstore.page import buffer
 from tierstore.threads import Worker
 from tierstore.types import exact_size
 
+LOADING_SHARE = 4
+"""The staging buffers divided by those for reads. The rest is for writes, of which many are made durable together."""
+
 CLOSE_S = 30.0
 """Longest time in seconds that closing may take."""
 
@@ -39,12 +42,17 @@ _RETRY_S = 1.0
 _PROBE_S = 0.5
 _LEAST_ROWS = 8
 _GROUP_NBYTES = 8 << 20
-"""Size in bytes of the pages that are copied while the disk reads or writes the next ones."""
+_LEAST_GROUPS = 4
+"""A call moves its pages in groups, so that one group is copied while the disk reads or writes the next ones.
+
+A group has at most ``_GROUP_NBYTES`` bytes, and a call that reads has at least ``_LEAST_GROUPS`` groups.
+"""
 
 OUTCOMES = ("hit", "miss", "stored", "refused", "timeout")
 """What the counters of pages are called."""
 
-Copy = Callable[[int, NDArray[np.uint8]], None]
+Copy = Callable[[Sequence[int], NDArray[np.uint8], Sequence[int]], None]
+"""Function ``copy(pages, memory, rows)`` that copies pages of the engine from or to rows of the staging buffers."""
 
 
 @dataclass(slots=True)
@@ -59,6 +67,14 @@ class _Rows:
         taken = self.free[-most:]
         del self.free[-most:]
         return taken
+
+
+@dataclass(slots=True)
+class _Put:
+    """The pages of one call of ``put``, and the number of its writes in flight, plus 1 while the call runs."""
+
+    keys: list[bytes]
+    left: int = 1
 
 
 class StagedPages:
@@ -98,6 +114,8 @@ class StagedPages:
         self._arrived: dict[int, frozenset[bytes]] = {}
         """The keys that arrived, for each load that has ended while its caller is still waiting for it."""
         self._waiting: set[int] = set()
+        self._puts: dict[int, _Put] = {}
+        """The call that each job in ``_storing.busy`` belongs to."""
         self._counts: Counter[str] = Counter()
         self._chunks: Chunks | None = None
         self._memory = np.empty((0, 0), dtype=np.uint8)
@@ -115,10 +133,11 @@ class StagedPages:
         if page_nbytes == 0:
             return
         rows, kept = max(_LEAST_ROWS, staging_nbytes // row_nbytes), host_nbytes // row_nbytes
+        loading = max(_LEAST_ROWS // 2, rows // LOADING_SHARE)
         self._memory = buffer((rows + kept) * row_nbytes).reshape(rows + kept, row_nbytes)
-        self._group = max(1, min(_GROUP_NBYTES // row_nbytes, rows // 4))
-        self._loading, self._storing = _Rows([*range(rows // 2)]), _Rows([*range(rows // 2, rows)])
-        self._staging_rows = (rows // 2, rows - rows // 2)
+        self._most = max(1, min(_GROUP_NBYTES // row_nbytes, loading // 2))
+        self._loading, self._storing = _Rows([*range(loading)]), _Rows([*range(loading, rows)])
+        self._staging_rows = (loading, rows - loading)
         if kept:
             self._cache = HostCache(range(rows, rows + kept))
         if open_tier is None:
@@ -147,7 +166,7 @@ class StagedPages:
             ]
 
     def get(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
-        """Read pages, and call ``copy(index, row)`` for each page that arrived, on the calling thread.
+        """Read pages, and call ``copy`` for the pages that arrived, on the calling thread.
 
         Pages in host memory of ours come first. The disk reads the next pages while ``copy`` runs. Does not wait after
         ``deadline`` (time.monotonic()).
@@ -164,6 +183,7 @@ class StagedPages:
                     self._wait(lambda: not any(chunks.writes(keys[index]) for index in lacking), deadline)
                     wanted = [index for index in lacking if chunks.holds(keys[index])]
                 chunks.used(keys)
+        group = max(1, min(self._most, -(-len(wanted) // _LEAST_GROUPS)))
         ahead: deque[tuple[int, list[int], list[int]]] = deque()
         begun = 0
         try:
@@ -173,7 +193,7 @@ class StagedPages:
                         begun < len(wanted)
                         and not self._closed
                         and self._chunks is chunks
-                        and (rows := self._loading.take(min(self._group, len(wanted) - begun)))
+                        and (rows := self._loading.take(min(group, len(wanted) - begun)))
                     ):
                         places = wanted[begun : begun + len(rows)]
                         ahead.append((self._load([keys[place] for place in places], rows), places, rows))
@@ -189,10 +209,10 @@ class StagedPages:
                     arrived = self._arrived[job]
                     if self._cleared != began:
                         break
-                for place, row in zip(places, rows, strict=True):
-                    if keys[place] in arrived:
-                        copy(place, memory[row])
-                        found[place] = True
+                whole = [each for each in zip(places, rows, strict=True) if keys[each[0]] in arrived]
+                copy([place for place, _ in whole], memory, [row for _, row in whole])
+                for place, _ in whole:
+                    found[place] = True
                 with self._changed:
                     if self._cleared == began:
                         self._keep_read(job, [keys[place] for place in places], arrived)
@@ -219,11 +239,12 @@ class StagedPages:
             rows = cache.pin(keys)
         places = [*rows]
         try:
-            for start in range(0, len(places), self._group):
+            for start in range(0, len(places), self._most):
                 if self._cleared != began:
                     break
-                for place in places[start : start + self._group]:
-                    copy(place, memory[rows[place]])
+                group = places[start : start + self._most]
+                copy(group, memory, [rows[place] for place in group])
+                for place in group:
                     found[place] = True
         finally:
             with self._changed:
@@ -232,7 +253,7 @@ class StagedPages:
         return found
 
     def put(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
-        """Call ``copy(index, row)`` for each page that is not on disk yet, and queue writes of the rows.
+        """Call ``copy`` for the pages that are not on disk yet, and queue writes of the rows.
 
         Waits for staging buffers until ``deadline`` (time.monotonic()). If the disk refuses writes or there is none,
         pages are kept in host memory of ours only. Returns which pages are there, on disk or being written.
@@ -247,7 +268,7 @@ class StagedPages:
             wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
             if self._cache is not None:
                 self._cache.used(keys)  # so that pages of this call are not evicted for others of it
-        done = 0
+        call, done = _Put([keys[index] for index in wanted]), 0
         while done < len(wanted):
             with self._changed:
                 if self._closed or self._cleared != began:
@@ -256,17 +277,16 @@ class StagedPages:
                     break
                 if not self._wait(lambda: bool(self._storing.free), deadline):
                     break
-                rows = self._storing.take(min(self._group, len(wanted) - done))
+                rows = self._storing.take(min(self._most, len(wanted) - done))
             places = wanted[done : done + len(rows)]
             done += len(rows)
             stored = False
             try:
-                for place, row in zip(places, rows, strict=True):
-                    copy(place, memory[row])
+                copy(places, memory, rows)
                 with self._changed:
                     if not self._closed and self._cleared == began:
                         stored = True
-                        self._store([keys[place] for place in places], rows)
+                        self._store(call, [keys[place] for place in places], rows)
             finally:
                 if not stored:
                     with self._changed:
@@ -274,6 +294,7 @@ class StagedPages:
                         self._changed.notify_all()
         self._mark_used(keys)
         with self._changed:
+            self._part_ended(call)
             kept = [self._cleared == began and (self._has(key) or self._keeps(key)) for key in keys]
         self._count({"stored": sum(kept), "refused": len(kept) - sum(kept)})
         return kept
@@ -400,7 +421,7 @@ class StagedPages:
         tier = self._tier
         return tier is not None and not (tier.read_only or tier.state == "read_only")
 
-    def _store(self, keys: Sequence[bytes], rows: list[int]) -> None:
+    def _store(self, call: _Put, keys: Sequence[bytes], rows: list[int]) -> None:
         """Keep pages in host memory of ours, and queue writes of their rows if the disk accepts them.
 
         A page is pinned until its write has ended, so it is not evicted before. Frees the rows that the cache gives
@@ -418,6 +439,8 @@ class StagedPages:
         if chunks is not None and writes:
             job = next(self._jobs)
             self._storing.busy[job] = rows
+            self._puts[job] = call
+            call.left += 1
             chunks.store(job, keys, rows)
         self._changed.notify_all()
         self._collect()
@@ -477,11 +500,18 @@ class StagedPages:
         self._changed.notify_all()
 
     def _end_store(self, job: int) -> None:
+        self._part_ended(self._puts.pop(job))
         for row in self._storing.busy.pop(job):
             if self._cache is not None and self._cache.owns(row):
                 self._cache.unpin(row)
             else:
                 self._storing.free.append(row)
+
+    def _part_ended(self, call: _Put) -> None:
+        """Once all pages of a call were written, mark them as used together. The last ones are then evicted first."""
+        call.left -= 1
+        if call.left == 0 and self._chunks is not None:
+            self._chunks.used(call.keys)
 
     # -- without the lock ----------------------------------------------------------------------------------
 

@@ -346,7 +346,7 @@ def copy_records(files: ExtentFiles, planned: Sequence[Move]) -> None:
     files.sync([move.new for move in planned])
 
 
-_CHUNK_NBYTES = 8 << 20
+_CHUNK_NBYTES = 32 << 20
 _MOST_THREADS = 4
 
 

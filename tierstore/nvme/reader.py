@@ -307,7 +307,8 @@ _pages_log = logging.getLogger("tierstore.nvme.mishaps")  # for problems with si
 _WORTH_CHECKING_APART = 512 << 10  # bytes; handing over a smaller page takes as long as verifying it
 _RUN_NBYTES = 1 << 20  # size of the pages that one call reads, if their records lie next to each other
 _MOST_IN_RUN = 256  # pages; each needs a block of memory for its head
-_LEAST_FOR_RUNS = 32  # pages; if a read of a smaller transfer hangs, only one page waits
+_LEAST_IN_RUN = 4  # pages; the last pages in the queue are divided among the threads
+_LEAST_FOR_RUNS = 32  # pages; if fewer pages are queued and a read hangs, only one page waits
 
 
 @dataclass(slots=True, eq=False)
@@ -358,6 +359,7 @@ class Readers:
         self._told_absent = False
         small = page_nbytes < _WORTH_CHECKING_APART
         self._run_pages = min(_MOST_IN_RUN, _RUN_NBYTES // page_nbytes) if small else 1
+        self._least_in_run = max(1, min(_LEAST_IN_RUN, self._run_pages // 4))
         # Decoding a page takes ten times as long as verifying it, and up to half the time in which the disk
         # delivers it.
         apart = count if coding.changes else max(1, count // 2)
@@ -573,10 +575,10 @@ class Readers:
             self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
-        left = len(job.pages) - job.next
-        many = len(job.pages) >= _LEAST_FOR_RUNS
-        most = min(self._run_pages, left // (2 * self._count)) if many else 1
-        indexes = range(job.next, job.next + max(1, most))
+        left = sum(len(each.pages) - each.next for each in self._jobs)
+        many = left >= _LEAST_FOR_RUNS or len(job.pages) >= _LEAST_FOR_RUNS
+        most = min(self._run_pages, max(left // (2 * self._count), self._least_in_run)) if many else 1
+        indexes = range(job.next, min(len(job.pages), job.next + max(1, most)))
         read = _Read(job, indexes, ticket, now, self._shares.begin(now))
         job.next = indexes.stop
         if job.next == len(job.pages):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -92,8 +93,12 @@ class NvmeTier:
         page_nbytes: int,
         timeout_s: float,
         coding: Coding,
+        batch_nbytes: int | None = None,
     ) -> None:
         sizing = shard.sizing
+        if batch_nbytes is not None:
+            batch_pages = max(1, min(sizing.batch_pages, batch_nbytes // page_nbytes))
+            sizing = replace(sizing, batch_pages=batch_pages)
         self.record_nbytes = sizing.record_nbytes
         self.budget_nbytes = sizing.budget_nbytes
         self.read_only = isinstance(shard, FrozenShard)
@@ -161,6 +166,7 @@ class NvmeTier:
         layout: PageLayout | None = None,
         held: str = "none",
         read_only: bool = False,
+        batch_nbytes: int | None = None,
     ) -> NvmeTier:
         """Open the tier's sub-directory of ``path``, creating it if needed.
 
@@ -187,6 +193,9 @@ class NvmeTier:
                 ``submit_*`` and ``state``.
             read_only: Open an existing sub-directory and write nothing to it. Other processes may read it at the
                 same time. ``capacity`` and ``payload`` are ignored.
+            batch_nbytes: Maximum total size of the pages that are written and made durable together. A caller that
+                reuses the memory of its pages passes half of this memory, so that it can fill the other half during
+                a batch. None: a default for callers that keep their pages.
 
         Raises:
             ConfigError: The directory does not belong to TierStore or is in use, or the disk lacks space for
@@ -214,6 +223,7 @@ class NvmeTier:
             page_nbytes=page_nbytes,
             timeout_s=timeout_s,
             coding=coding,
+            batch_nbytes=batch_nbytes,
         )
 
     def records(self) -> Iterator[tuple[PageKey, PageKey | None, int]]:
