@@ -26,8 +26,9 @@ def key(number: int) -> bytes:
     return bytes([number]) * 36
 
 
-def content(number: int) -> NDArray[np.uint8]:
-    return np.full(NBYTES, number + 1, dtype=np.uint8)
+def content(number: int, cleared: int) -> NDArray[np.uint8]:
+    """Return the content of a chunk, which changes at every ``clear``."""
+    return np.full(NBYTES, number + 1 + cleared % 30 * KEYS, dtype=np.uint8)
 
 
 class Disk:
@@ -130,6 +131,7 @@ class ChunkMachine(RuleBasedStateMachine):
         self.free = set(range(ROWS))
         self.seen = self.memory.copy()
         self.last = 0
+        self.cleared = 0
 
     def _open(self) -> Any:
         return self.code.Chunks(self.disk, self.memory, Event())
@@ -148,7 +150,7 @@ class ChunkMachine(RuleBasedStateMachine):
             return
         job, keys, rows = self._begin(numbers)
         for number, row in zip(numbers, rows, strict=True):
-            self.memory[row] = content(number)
+            self.memory[row] = content(number, self.cleared)
         self.jobs[job] = (keys, rows, False)
         self.chunks.store(job, keys, rows)
 
@@ -166,6 +168,14 @@ class ChunkMachine(RuleBasedStateMachine):
     @rule(numbers=numbers)
     def use(self, numbers: list[int]) -> None:
         self.chunks.used([key(number) for number in numbers])
+
+    @precondition(lambda self: not self.disk.reads and not self.disk.acks)
+    @rule()
+    def clear(self) -> None:
+        self.chunks.clear()
+        self.cleared += 1
+        assert not any(self.chunks.holds(key(number)) for number in range(KEYS))
+        assert not any(self.chunks.writes(key(number)) for number in range(KEYS))
 
     @precondition(lambda self: self.disk.writes)
     @rule(fails=st.booleans())
@@ -190,17 +200,23 @@ class ChunkMachine(RuleBasedStateMachine):
             assert done.complete == (len(done.arrived) == len(keys))
             for name, row in zip(keys, rows, strict=True):
                 if is_load and name in done.arrived:
-                    np.testing.assert_array_equal(self.memory[row], content(name[0]))
+                    np.testing.assert_array_equal(self.memory[row], content(name[0], self.cleared))
             self.free |= set(rows)
         for name, failure in self.disk.failed:
             assert self.chunks.holds(name) == (failure is Failure.UNAVAILABLE)
         self.disk.failed.clear()
         self.seen = self.memory.copy()
         assert not self.jobs or self.disk.reads or self.disk.writes
+        going = {name for work in self.disk.writes if isinstance(work, list) for name in work}
+        assert not any(self.chunks.holds(name) for name in going)
         for number in range(KEYS):
             busy = any(key(number) in keys for keys, _, _ in self.jobs.values())
             if not busy and self.chunks.holds(key(number)) and not self.disk.writes:
                 assert PageKey(key(number)) in self.disk.there
+            if busy or self.disk.writes:
+                continue
+            if (there := self.disk.there.get(PageKey(key(number)))) is not None:
+                np.testing.assert_array_equal(there, content(number, self.cleared))
 
     @precondition(lambda self: not self.jobs and not self.disk.writes)
     @rule()
@@ -229,8 +245,13 @@ class ChunkMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_written_twice_at_once(self) -> None:
-        writing = [name for work in self.disk.writes if not isinstance(work, list) for name in work[0].keys]
-        assert len(set(writing)) == len(writing)
+        writing: set[PageKey] = set()
+        for work in self.disk.writes:
+            if isinstance(work, list):
+                writing -= {*work}  # the write was in flight at a ``clear``
+                continue
+            assert writing.isdisjoint(work[0].keys)
+            writing |= {*work[0].keys}
 
     @invariant()
     def what_is_read_does_not_vanish(self) -> None:

@@ -92,8 +92,10 @@ class Chunks:
         for key, _, nbytes in tier.records():
             self._held[key] = nbytes
         self._used = sum(self._held.values())
-        self._writing: set[PageKey] = set()
-        self._cleared: set[PageKey] = set()
+        self._writing: dict[PageKey, int] = {}
+        """The transfer that writes each chunk. A write that was in flight at a ``clear`` is not in it."""
+        self._in_flight = 0
+        """Number of chunks that are being written, including those from before a ``clear``."""
         self._reading: Counter[PageKey] = Counter()
         self._jobs: dict[int, _Job] = {}
         self._done: list[Done] = []
@@ -121,13 +123,13 @@ class Chunks:
     def writes(self, key: bytes) -> bool:
         """Return whether the chunk is not on disk yet, but a write of it is in flight. O(1)."""
         mine = _page_key(key)
-        return mine in self._writing and mine not in self._held and mine not in self._cleared
+        return mine in self._writing and mine not in self._held
 
     def clear(self) -> None:
         """Remove all chunks, including those that are still being written. Does not wait for the disk."""
         self._forget(list(self._held))
-        self._cleared |= self._writing
         self._tier.submit_erase(list(self._writing))
+        self._writing.clear()
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Mark these chunks as just used. Pass the chunks of one request, in the order of its tokens."""
@@ -147,7 +149,8 @@ class Chunks:
         rows = []
         for key, place in wanted:
             if self._make_room():
-                self._writing.add(_page_key(key))
+                self._writing[_page_key(key)] = self._last_id + 1
+                self._in_flight += 1
                 found.moving.append(key)
                 rows.append(self._memory[int(place)])
             else:
@@ -244,7 +247,7 @@ class Chunks:
         Return False, without evicting anything, if chunks that are being read or written leave too little space.
         """
         cost = self._tier.record_nbytes
-        limit = self._tier.budget_nbytes - (len(self._writing) + 1) * cost
+        limit = self._tier.budget_nbytes - (self._in_flight + 1) * cost
         if self._used <= limit:
             return True
         victims = []
@@ -283,12 +286,15 @@ class Chunks:
         if job.is_load:
             self._was_read(ended)
         else:
-            self._writing.difference_update(_page_key(key) for key, _ in ended)
+            self._in_flight -= len(ended)
+            pages = (_page_key(key) for key, _ in ended)
+            mine = {page for page in pages if self._writing.get(page) == ack.transfer_id}
+            for page in mine:
+                del self._writing[page]
             for key, nbytes in reversed(arrived):
-                if key not in self._cleared:
+                if key in mine:
                     self._used += nbytes - self._held.pop(key, 0)
                     self._held[key] = nbytes
-            self._cleared &= self._writing
         job.moving = [job.moving[place] for place in ack.late]
         if not job.moving:
             del self._jobs[ack.transfer_id]
