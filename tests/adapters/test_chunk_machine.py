@@ -25,7 +25,11 @@ BUGS = [
     Bug("writes in flight take no space", "(self._in_flight + 1) * cost", "cost"),
     Bug("a write in flight counts as new", " and mine not in self._writing", ""),
     Bug("a clear forgets no write in flight", "        self._writing.clear()\n", ""),
-    Bug("a clear leaves writes in flight on disk", "        self._tier.submit_erase(list(self._writing))\n", ""),
+    Bug(
+        "a clear leaves writes in flight on disk",
+        "        self._tier.submit_erase(list(self._writing))\n",
+        "",
+    ),
     Bug(
         "a chunk from before a clear is held",
         "self._writing.get(page) == ack.transfer_id",

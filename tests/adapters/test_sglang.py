@@ -216,6 +216,9 @@ def test_metrics_count_pages_by_pool_and_outcome(module: ModuleType, tmp_path: P
             assert value("disk_pages") == 3
             assert value("disk_bytes") == storage.tier_stats()["kv"]["used_nbytes"]
             assert value("disk_ok") == 1
+            read(storage, pool, range(2))
+        assert tuple(now - then for now, then in zip(hits(), before, strict=True)) == (5, 1)
+        assert value("disk_pages") == value("disk_bytes") == 0  # nothing is attached
 
 
 def test_indices_that_are_not_whole_pages_are_refused(module: ModuleType, tmp_path: Path) -> None:
@@ -452,6 +455,7 @@ def test_a_write_that_hangs_blocks_no_call(
         stored = storage.batch_set_v1(keys(range(10, 50)), tokens(pool, [*range(40)]))
         assert not go_on.is_set()
         assert not all(stored)
+        assert storage.tier_stats()["kv"]["pages_timeout"] == 1  # the call waited for staging buffers
         assert not storage.flush(0.0)
         wait_for(lambda: storage.batch_set_v1(keys(range(50, 51)), tokens(pool, [0])) == [False])
         assert not storage.exists(key(10))
@@ -545,6 +549,62 @@ def test_pages_of_all_pools_share_one_timeout(
         assert storage.batch_get_v2(transfers) == {name: [False] for name in pools}
         assert len(deadlines) == 1
         disk.go_on.set()
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["disk", "disk and memory"])
+def test_pages_that_are_stored_again_after_a_clear_are_written(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    pool, expected, go_on, hangs = HeadPool(), HeadPool(), threading.Event(), threading.Event()
+
+    def pwritev(fd: int, buffers: Any, offset: int) -> int:
+        hangs.set()
+        assert go_on.wait(60.0)
+        return os.pwritev(fd, buffers, offset)
+
+    config: dict[str, Any] = {"nvme": {"path": str(tmp_path), "capacity": CAPACITY, "payload": "extents"}}
+    if host:
+        config["host"] = {"capacity": 64 << 10}
+    with opened(module, tmp_path, pool, extra={"config": config}) as storage:
+        with monkeypatch.context() as patch:
+            patch.setattr(extents, "os", Calls(pwritev=pwritev))
+            for page in range(5):
+                fill(pool, page, page)
+            assert all(storage.batch_set_v1(keys(range(5)), tokens(pool, [*range(5)])))
+            assert hangs.wait(60.0)
+            assert storage.clear()
+            for page in range(5):
+                fill(pool, page, 1000 + page)
+            assert all(storage.batch_set_v1(keys(range(5)), tokens(pool, [*range(5)])))
+            go_on.set()
+            assert storage.flush(60.0)
+        assert storage.tier_stats()["kv"]["chunks"] == 5
+        assert storage.check() == []
+    with opened(module, tmp_path, pool, extra={"config": config}) as storage:
+        pool.kv_buffer.zero_()
+        assert storage.batch_get_v1(keys(range(5)), tokens(pool, [*range(5)])) == [True] * 5
+        for page in range(5):
+            fill(expected, page, 1000 + page)
+            assert torch.equal(raw(pool, page), raw(expected, page))
+
+
+def test_a_page_in_flight_is_not_promised_to_ranks_that_read_from_disk(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, go_on = LatentPool(), threading.Event()
+
+    def pwritev(fd: int, buffers: Any, offset: int) -> int:
+        assert go_on.wait(60.0)
+        return os.pwritev(fd, buffers, offset)
+
+    mla = {"is_mla_model": True, "tp_size": 2, "tp_rank": 0}
+    with opened(module, tmp_path, pool, nvme={"payload": "extents"}, **mla) as storage:
+        monkeypatch.setattr(extents, "os", Calls(pwritev=pwritev))
+        assert all(storage.batch_set_v1(keys(range(5)), tokens(pool, [*range(5)])))
+        assert storage.batch_exists(keys(range(5))) == 0
+        go_on.set()
+        assert storage.flush(60.0)
+        assert storage.batch_exists(keys(range(5))) == 5
 
 
 def test_a_call_that_began_before_a_clear_stores_nothing(module: ModuleType, tmp_path: Path) -> None:

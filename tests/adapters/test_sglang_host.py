@@ -476,6 +476,7 @@ def test_metrics_tell_memory_and_disk_apart(module: ModuleType, tmp_path: Path) 
         assert value("disk_pages") == KEPT + 3
         assert value("host_hit_pages_total") - before[0] == hits(storage)[1] > KEPT
         assert value("host_evicted_pages_total") - before[1] >= 3
+    assert value("host_pages") == value("host_bytes") == 0
 
 
 @pytest.mark.parametrize(

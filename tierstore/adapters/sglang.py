@@ -133,6 +133,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools: dict[str, _Pool] | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._exports = False
+        """Whether SGLang has asked for metrics."""
         self._metrics = Rates()
         self.registered_pools: dict[str, Any] = {}
 
@@ -169,7 +171,13 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         with self._lock:
             self._closed = True
             pools, self._pools = self._pools or {}, {}
-        _close(pools.values())
+        if self._exports:
+            self._export(pools)
+        try:
+            _close(pools.values())
+        finally:
+            for name in pools if self._exports else ():
+                pool_metrics().detached(name, self._rank)
 
     # -- pages of KV ---------------------------------------------------------------------------------------
 
@@ -308,9 +316,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Return SGLang's ``StorageMetrics`` since the last call, and update TierStore's own Prometheus metrics."""
-        rank = f"dp{_replica(self._config)}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
-        for name, pool in self._opened().items():
-            pool_metrics().update(name, rank, pool.figures())
+        self._exports = True
+        self._export(self._opened())
         pages, rates = self._metrics.take("read"), self._metrics.take("write")
         return StorageMetrics(
             prefetch_pgs=[each.pages for each in pages],
@@ -328,6 +335,15 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return [f"{name}: {fault}" for name, pool in self._opened().items() for fault in pool.check()]
 
     # -- within --------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> str:
+        """The label of this rank in metrics."""
+        return f"dp{_replica(self._config)}-pp{self._config.pp_rank}-tp{self._config.tp_rank}"
+
+    def _export(self, pools: Mapping[str, _Pool]) -> None:
+        for name, pool in pools.items():
+            pool_metrics().update(name, self._rank, pool.figures())
 
     def _add(self, name: str, host: Any) -> None:
         with self._lock:

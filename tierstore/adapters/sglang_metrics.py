@@ -59,6 +59,7 @@ class PoolMetrics:
             multiprocess_mode="livemostrecent",
         )
         self._seen: Counter[tuple[Any, tuple[str, ...]]] = Counter()
+        self._sizes: set[tuple[Any, tuple[str, ...]]] = set()
         self._lock = threading.Lock()
 
     def update(self, pool: str, rank: str, figures: dict[str, object]) -> None:
@@ -70,15 +71,29 @@ class PoolMetrics:
             if "host_pages" in figures:
                 self._count(self._host_hits, mine, figures["pages_host_hit"])
                 self._count(self._host_evicted, mine, figures["host_evicted"])
-                self._host_held.labels(*mine).set(int(str(figures["host_pages"])))
-                self._host_nbytes.labels(*mine).set(int(str(figures["host_nbytes"])))
+                self._size(self._host_held, mine, figures["host_pages"])
+                self._size(self._host_nbytes, mine, figures["host_nbytes"])
             if "state" not in figures:
                 return  # this process keeps no pages of the pool on disk
             self._count(self._evicted, mine, figures["evicted"])
             self._count(self._damaged, mine, figures["read_integrity"])
-            self._held.labels(*mine).set(int(str(figures["chunks"])))
-            self._nbytes.labels(*mine).set(int(str(figures["used_nbytes"])))
+            self._size(self._held, mine, figures["chunks"])
+            self._size(self._nbytes, mine, figures["used_nbytes"])
             self._works.labels(*mine).set(figures["state"] == "ok")
+
+    def detached(self, pool: str, rank: str) -> None:
+        """Export sizes of 0 for a pool that was closed. Its figures will start again from 0."""
+        with self._lock:
+            for gauge, labels in self._sizes:
+                if labels == (pool, rank):
+                    gauge.labels(*labels).set(0)
+            for series, labels in [*self._seen]:
+                if labels[:2] == (pool, rank):
+                    del self._seen[series, labels]
+
+    def _size(self, gauge: Any, labels: tuple[str, ...], value: object) -> None:
+        self._sizes.add((gauge, labels))
+        gauge.labels(*labels).set(int(str(value)))
 
     def _count(self, series: Any, labels: tuple[str, ...], value: object) -> None:
         """Increase a counter by as much as ``value``, which may have started again from 0, has grown."""

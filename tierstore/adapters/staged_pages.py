@@ -104,7 +104,7 @@ class StagedPages:
             staging_nbytes: Size of all staging buffers in bytes.
             host_nbytes: Size in bytes of the memory in which pages are kept, in addition to the staging buffers.
             is_followed: Whether other processes read the pages that this process writes to disk. If so, ``exist``
-                does not count pages that only this process has.
+                counts only pages on disk, because other processes do not find the others.
         """
         self.page_nbytes = page_nbytes
         self.is_writer = is_writer
@@ -160,10 +160,12 @@ class StagedPages:
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which pages are in host memory of ours, on disk or being written. Does not wait for the disk."""
         with self._changed:
-            works = self._works(keys)
-            return [
-                (works and self._has(key)) or (not self._is_followed and self._keeps(key)) for key in keys
-            ]
+            works, chunks = self._works(keys), self._chunks
+            if self._is_followed:
+                # Other ranks read from disk. Before a write has ended, they may find the page from before a ``clear``.
+                usable = works and not self._closed
+                return [usable and chunks is not None and chunks.holds(key) for key in keys]
+            return [(works and self._has(key)) or self._keeps(key) for key in keys]
 
     def get(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
         """Read pages, and call ``copy`` for the pages that arrived, on the calling thread.
@@ -222,9 +224,9 @@ class StagedPages:
             with self._changed:
                 for job, _, _ in ahead:
                     self._abandon(job)
-        timeout = bool(ahead) and time.monotonic() >= deadline
         self._mark_used(keys)
         hits = sum(found)
+        timeout = hits < len(found) and time.monotonic() >= deadline
         self._count({"timeout": timeout, "hit": hits, "host_hit": kept, "miss": len(found) - hits})
         return found
 
@@ -296,7 +298,8 @@ class StagedPages:
         with self._changed:
             self._part_ended(call)
             kept = [self._cleared == began and (self._has(key) or self._keeps(key)) for key in keys]
-        self._count({"stored": sum(kept), "refused": len(kept) - sum(kept)})
+        timeout = not all(kept) and time.monotonic() >= deadline
+        self._count({"timeout": timeout, "stored": sum(kept), "refused": len(kept) - sum(kept)})
         return kept
 
     def clear(self) -> None:
