@@ -65,6 +65,11 @@ def test_plan_equals_a_calculation_by_hand() -> None:
     assert plan["warnings"] == [
         "a document of 400 tokens needs 100 pages (50 KiB), but HBM holds 20 (10 KiB)",
         "a document of 400 tokens needs 100 pages (50 KiB), but HOST holds 70 (35 KiB)",
+        (
+            "1 question on a document of 400 tokens can be decoded neither from HBM nor with streamed pages: "
+            "host.capacity must be at least 40.5 KiB (41,472 bytes) to hold the streamed pages, got 35 KiB "
+            "(35,840 bytes)"
+        ),
     ]
     assert plan["refused"] == []
 
@@ -304,6 +309,7 @@ def test_the_command_measures_and_ends_with_one_object(folder: Path) -> None:
         "page_nbytes",
         "page_padding_nbytes",
         "tiers",
+        "questions",
         "documents",
         "rates",
         "refused",

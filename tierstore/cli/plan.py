@@ -1,4 +1,4 @@
-"""The ``plan`` command, which shows how much of a model's K and V fits into each tier and how long a restore takes."""
+"""The ``plan`` command: what fits into each tier, how long a restore takes, and how fast a document is streamed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tierstore.errors import ConfigError
 from tierstore.types import exact_size, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from tierstore.plan.forecast import Plan
+    from tierstore.plan.forecast import Document, Plan
 
 
 def plan(
@@ -33,6 +33,14 @@ def plan(
         list[int] | None,
         typer.Option(min=1, help="Length of a document in tokens; may be repeated. Default: 8192."),
     ] = None,
+    questions: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Questions on each document that are decoded together. They share the pages that stream from host "
+            "memory because the document does not fit into HBM.",
+        ),
+    ] = 1,
     prefill_tokens_per_s: Annotated[
         float | None,
         typer.Option(
@@ -51,6 +59,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show how many tokens of a model fit into each tier, and how restoring compares with recomputing.
+
+    For documents that do not fit into HBM, also shows how fast they can be decoded while their other pages
+    stream from host memory.
 
     Measures a copy, the disk (with a temporary file of at most 256 MiB) and a matrix multiplication on this
     machine. Does not open a store. Exit code 1 if a store with this configuration and model could not be
@@ -71,7 +82,7 @@ def plan(
 
         loaded, layout = page_layout(loaded, geometry, page_size, dtype)
         rates = measure(loaded, geometry, layout, prefill_tokens_per_s, progress.print, device)
-        found = forecast(loaded, geometry, layout, rates, tokens or [8192])
+        found = forecast(loaded, geometry, layout, rates, tokens or [8192], questions)
     _show(wide_console(), found)
     if as_json:
         print_json(found.plain())
@@ -83,6 +94,9 @@ def _show(console: Console, found: Plan) -> None:
         console.print(Text(line), soft_wrap=True)
     console.print(_tiers(found))
     console.print(_documents(found))
+    streamed = [one for one in found.documents if one.decode is not None and one.decode.streamed_pages]
+    if streamed:
+        console.print(_streams(found, streamed))
     for line in _rates(found):
         console.print(Text(line), soft_wrap=True)
     for kind, lines in (("refused", found.sizes.refused), ("note", found.warnings)):
@@ -128,6 +142,25 @@ def _documents(found: Plan) -> Table:
     return table
 
 
+def _streams(found: Plan, documents: Sequence[Document]) -> Table:
+    table = Table("document of", box=None, header_style="bold")
+    for name in ("questions", "streamed tokens", "bytes per step", "ring", "time per step", "tokens per s"):
+        table.add_column(name, justify="right")
+    for document in documents:
+        decode = document.decode
+        assert decode is not None
+        table.add_row(
+            f"{document.tokens} tokens",
+            str(found.questions),
+            str(decode.streamed_pages * found.layout.page_size),
+            format_size(decode.streamed_nbytes),
+            format_size(decode.ring_nbytes),
+            _seconds(decode.step_s),
+            "-" if decode.tokens_per_s is None else _short(decode.tokens_per_s),
+        )
+    return table
+
+
 def _rates(found: Plan) -> Iterator[str]:
     rates = found.rates
     yield f"HOST -> HBM: {_speed(rates.copy.per_s)}{rates.copy.how}"
@@ -148,6 +181,8 @@ def _rates(found: Plan) -> Iterator[str]:
         yield f"restore times are predicted from {restore}, recompute times from {recompute}"
     else:
         yield f"recompute times are predicted from {recompute}"
+    if any(document.decode is not None and document.decode.tokens_per_s for document in found.documents):
+        yield "times per step are predicted from the copy rate, a lower bound: the copies alone take this long"
 
 
 def _count(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The plan for one model: pages and documents per tier, and the times to restore and to recompute documents.
+"""The plan for one model: pages and documents per tier, and the times to restore, recompute and stream documents.
 
 Pages are counted and configurations are rejected by the same functions as when a store is opened. Times are
 computed from the rates that ``measure`` finds on this machine.
@@ -17,6 +17,7 @@ from tierstore.build import check_memory, check_sections, held_form, owns_hbm, s
 from tierstore.codecs import fixed_nbytes
 from tierstore.codecs.host_format import HostFormat
 from tierstore.errors import ConfigError
+from tierstore.gpu.attention.page_stream import require_streamable, ring_shape
 from tierstore.nvme.disk_space import EXTENTS_FROM, size_extents
 from tierstore.nvme.disk_space import size as size_lmdb
 from tierstore.page import PageLayout
@@ -166,12 +167,37 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """How questions on one document are decoded together: from HBM, or with pages that stream from host memory.
+
+    Each question needs a page of its own in HBM, for tokens that are not in a full page of the document. As many of
+    the document's last pages as fit are in HBM too. All others are streamed in every step, once for all questions.
+
+    Attributes:
+        streamed_pages: Number of pages that are streamed. 0 if the document and the questions fit into HBM.
+        streamed_nbytes: Number of bytes that are copied from host memory in each step.
+        ring_nbytes: Size of the rings in bytes. They take HBM in addition to ``hbm.capacity``.
+        step_s: Time of the copies of a step in seconds. A step takes at least as long. It is 0 if nothing is
+            streamed, and None if the pages cannot be streamed or the copy rate is unknown.
+        tokens_per_s: Number of tokens per second of all questions together, or None if ``step_s`` is 0 or None.
+        limits: The reasons why the pages cannot be streamed.
+    """
+
+    streamed_pages: int
+    streamed_nbytes: int
+    ring_nbytes: int
+    step_s: float | None
+    tokens_per_s: float | None
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """The plan for documents of one length.
 
     ``pages`` is the number of full pages of a document; only these are stored. ``nbytes`` is their size in bytes.
     ``recompute_s`` is the time to recompute a document in seconds, or None if the prefill rate is unknown.
-    ``tiers`` has an entry for each tier.
+    ``tiers`` has an entry for each tier. ``decode`` is None if the size of HBM is unknown.
     """
 
     tokens: int
@@ -179,6 +205,7 @@ class Document:
     nbytes: int
     recompute_s: float | None
     tiers: tuple[Restore, ...]
+    decode: Decode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +213,15 @@ class Plan:
     """The plan for one model and configuration on this machine.
 
     ``sizes.refused`` lists the reasons why a store with this configuration could not be opened on this machine.
-    ``warnings`` lists problems that do not prevent a store from being opened.
+    ``questions`` is the number of questions on each document that are decoded together. ``warnings`` lists problems
+    that do not prevent a store from being opened.
     """
 
     geometry: Geometry
     layout: PageLayout
     sizes: Sizes
     rates: Rates
+    questions: int
     documents: tuple[Document, ...]
     warnings: tuple[str, ...]
 
@@ -218,6 +247,7 @@ class Plan:
             "page_nbytes": layout.page_nbytes,
             "page_padding_nbytes": layout.slot_nbytes - layout.page_nbytes,
             "tiers": [_plain_tier(tier, layout.page_size) for tier in self.sizes.tiers],
+            "questions": self.questions,
             "documents": [asdict(document) for document in self.documents],
             "rates": {
                 "host_to_hbm_bytes_per_s": asdict(rates.copy),
@@ -303,16 +333,37 @@ def measure(
 
 
 def forecast(
-    config: StoreConfig, model: Geometry, layout: PageLayout, rates: Rates, lengths: Sequence[int]
+    config: StoreConfig,
+    model: Geometry,
+    layout: PageLayout,
+    rates: Rates,
+    lengths: Sequence[int],
+    questions: int = 1,
 ) -> Plan:
     """Return the plan for documents of ``lengths`` tokens.
 
     The result depends only on the arguments, and on this machine's free memory and free disk space.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        layout: The layout of the model's pages.
+        rates: The rates of this machine.
+        lengths: The lengths of documents in tokens.
+        questions: Number of questions on each document that are decoded together.
     """
     found = sizes(config, layout)
-    documents = tuple(_document(length, model, layout, found, rates) for length in dict.fromkeys(lengths))
-    warnings = (*_of_the_model(model), *_of_tiers(found), *_of_documents(documents, layout, found))
-    return Plan(model, layout, found, rates, documents, warnings)
+    documents = []
+    for length in dict.fromkeys(lengths):
+        decode = _decode(length // layout.page_size, questions, config, model, layout, found, rates)
+        documents.append(_document(length, model, layout, found, rates, decode))
+    warnings = (
+        *_of_the_model(model),
+        *_of_tiers(found),
+        *_of_documents(documents, layout, found),
+        *_of_streams(documents, questions, layout),
+    )
+    return Plan(model, layout, found, rates, questions, tuple(documents), warnings)
 
 
 def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, through_host: bool) -> float | None:
@@ -335,7 +386,9 @@ def restore_seconds(tier: Tier, pages: int, nbytes: int, rates: Rates, *, throug
     return None if up is None else read + up
 
 
-def _document(tokens: int, model: Geometry, layout: PageLayout, found: Sizes, rates: Rates) -> Document:
+def _document(
+    tokens: int, model: Geometry, layout: PageLayout, found: Sizes, rates: Rates, decode: Decode | None
+) -> Document:
     pages = tokens // layout.page_size
     recompute = _recompute_seconds(tokens, model, rates)
     hbm = found.of(Tier.HBM)
@@ -349,7 +402,76 @@ def _document(tokens: int, model: Geometry, layout: PageLayout, found: Sizes, ra
             seconds = restore_seconds(size.tier, pages, layout.blob_nbytes, rates, through_host=through_host)
         sooner = recompute / seconds if recompute and seconds else None
         tiers.append(Restore(size.tier.name, documents, seconds, sooner))
-    return Document(tokens, pages, pages * layout.page_nbytes, recompute, tuple(tiers))
+    return Document(tokens, pages, pages * layout.page_nbytes, recompute, tuple(tiers), decode)
+
+
+def _decode(
+    pages: int,
+    questions: int,
+    config: StoreConfig,
+    model: Geometry,
+    layout: PageLayout,
+    found: Sizes,
+    rates: Rates,
+) -> Decode | None:
+    """Return how ``questions`` questions on a document of ``pages`` full pages are decoded together."""
+    hbm = found.of(Tier.HBM)
+    if config.hbm is None or hbm is None or hbm.pages is None:
+        return None
+    resident = hbm.pages - questions
+    # The pages of each KV group that are not in HBM. Those before the window are not needed.
+    groups = []
+    for spec, window in zip(layout.specs, _group_windows(model), strict=True):
+        needed = pages if window is None else min(pages, -(-window // layout.page_size))
+        groups.append((spec, max(0, needed - max(0, resident))))
+    streamed = max(count for _, count in groups)
+    limits = []
+    if resident < 0:
+        limits.append(
+            f"hbm.capacity must be at least {exact_size(questions * hbm.page_nbytes)}, so that each question has a "
+            f"page of its own, got {exact_size(hbm.capacity or 0)}"
+        )
+    if streamed:
+        limits += _host_limits(streamed, config, layout, found)
+    nbytes = sum(count * spec.page_nbytes for spec, count in groups)
+    with suppress(ConfigError):  # reported by check_sections
+        held = held_form(config, layout)
+        if held.encoded:
+            nbytes = nbytes * held.payload_nbytes // layout.page_nbytes
+    ring_nbytes = 0
+    for spec, count in groups:
+        rows, slabs = ring_shape(spec)
+        ring_nbytes += slabs * rows * spec.layer_nbytes if count else 0
+    step = None if limits else rates.copy.seconds(nbytes)
+    return Decode(streamed, nbytes, ring_nbytes, step, questions / step if step else None, tuple(limits))
+
+
+def _host_limits(streamed: int, config: StoreConfig, layout: PageLayout, found: Sizes) -> Iterator[str]:
+    """Yield the reasons why host memory cannot hold ``streamed`` pages such that they can be streamed."""
+    host, device = found.of(Tier.HOST), None if config.hbm is None else config.hbm.device
+    if config.host is None or host is None:
+        wanted = exact_size(streamed * layout.page_nbytes)
+        yield f"the configuration has no host section; add one with a capacity of at least {wanted}"
+        return
+    if (host.pages or 0) < streamed:
+        yield (
+            f"host.capacity must be at least {exact_size(streamed * host.page_nbytes)} to hold the streamed pages, "
+            f"got {exact_size(config.host.capacity)}"
+        )
+    kind = "cpu" if device == "cpu" else "cuda"
+    if config.host.pin == "never" and kind != "cpu":
+        yield "host.pin must be auto or always, because a GPU can only stream page-locked memory, got never"
+    try:
+        require_streamable(held_form(config, layout), kind)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _group_windows(model: Geometry) -> list[int | None]:
+    """Return the largest window of each KV group in tokens, or None for full attention."""
+    windows = [window for window in model.windows if window is not None]
+    full: list[int | None] = [None] if len(windows) < model.num_layers else []
+    return [*full, max(windows)] if windows else full
 
 
 def _recompute_seconds(tokens: int, model: Geometry, rates: Rates) -> float | None:
@@ -399,6 +521,23 @@ def _too_small(document: Document, size: TierSize, layout: PageLayout) -> str:
         f"a document of {document.tokens} tokens needs {document.pages} pages ({format_size(document.nbytes)}), "
         f"but {size.tier.name} holds {size.pages} ({format_size(holds)})"
     )
+
+
+def _of_streams(documents: Sequence[Document], questions: int, layout: PageLayout) -> Iterator[str]:
+    asked = "1 question on" if questions == 1 else f"{questions} questions on"
+    for document in documents:
+        decode = document.decode
+        if decode is None or not (decode.streamed_pages or decode.limits):
+            continue
+        what = f"{asked} a document of {document.tokens} tokens"
+        if decode.limits:
+            for limit in decode.limits:
+                yield f"{what} can be decoded neither from HBM nor with streamed pages: {limit}"
+        else:
+            yield (
+                f"decoding {what} needs {decode.streamed_pages * layout.page_size} tokens from host memory in every "
+                "step: use tierstore.gpu.attention.streamed"
+            )
 
 
 def _plain_tier(size: TierSize, page_size: int) -> dict[str, Any]:

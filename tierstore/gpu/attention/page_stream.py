@@ -376,15 +376,12 @@ class PageStream:
             ConfigError: cuda-bindings or triton is missing, or the GPU cannot decode pages of this codec.
         """
         spec, offset = host.held.layout.specs[group], host.held.layout.offsets[group]
-        layer = spec.layer_nbytes
-        rows = max(1, min(slab_nbytes, ring_nbytes // 4) // layer)
-        count = max(SMALLEST_RING, ring_nbytes // (rows * layer))
+        rows, count = ring_shape(spec, ring_nbytes, slab_nbytes)
         device = torch.device(device)
+        require_streamable(host.held, device.type)
         if device.type == "cpu":
-            if host.held.encoded:
-                _require_one_group(host.held)
             thread: Any = ThreadStream()
-            ring, here = Ring(rows * layer, thread, ThreadCard(), count), CallingThread()
+            ring, here = Ring(rows * spec.layer_nbytes, thread, ThreadCard(), count), CallingThread()
             return cls(
                 ring,
                 ThreadRows(host, thread, spec, offset),
@@ -536,6 +533,33 @@ class PageStream:
             self._next %= len(self.chunks) * len(self._layers)
 
 
+def ring_shape(
+    spec: PageSpec, ring_nbytes: int = RING_NBYTES, slab_nbytes: int = SLAB_NBYTES
+) -> tuple[int, int]:
+    """Return how many pages a slab of a ring has, each with one layer, and how many slabs the ring has.
+
+    See ``PageStream.open`` for the arguments.
+    """
+    rows = max(1, min(slab_nbytes, ring_nbytes // 4) // spec.layer_nbytes)
+    return rows, max(SMALLEST_RING, ring_nbytes // (rows * spec.layer_nbytes))
+
+
+def require_streamable(held: HostFormat, kind: str) -> None:
+    """Raise ConfigError if pages in this format cannot be streamed to a device of this type ("cpu" or "cuda")."""
+    if not held.encoded:
+        return
+    if len(held.layout.specs) > 1:
+        raise ConfigError(
+            f"encoded pages with several KV groups cannot be streamed, got {len(held.layout.specs)} groups: "
+            "use host.codec none"
+        )
+    [spec] = held.layout.specs
+    if kind != "cpu" and (not can_fetch(LOSSY[held.codec], held.layout) or spec.layer_nbytes % 16):
+        raise ConfigError(
+            f"pages of this shape that are encoded with {held.codec} cannot be streamed: use host.codec none"
+        )
+
+
 def _on_card(
     host: Host, device: torch.device, spec: PageSpec, offset: int, rows: int, count: int
 ) -> tuple[Ring, Filler]:
@@ -566,13 +590,8 @@ def _carrier(address: int, nbytes: int, rows: int, driver: Driver, device: torch
 
 def _coder(held: HostFormat, ring: Ring, device: torch.device) -> Coder:
     """Return a coder that decodes any layer of a payload into a row of the ring's slabs."""
-    _require_one_group(held)
     [spec], codec = held.layout.specs, LOSSY[held.codec]
     itemsize, (layers, planes, tokens, heads, dim) = DTYPE_NBYTES[spec.dtype], spec.shape
-    if not can_fetch(codec, held.layout) or spec.layer_nbytes % 16:
-        raise ConfigError(
-            f"pages of this shape that are encoded with {held.codec} cannot be streamed: use host.codec none"
-        )
     try:
         from tierstore.gpu.quant import codec_kernels
     except ImportError as error:
@@ -589,14 +608,6 @@ def _coder(held: HostFormat, ring: Ring, device: torch.device) -> Coder:
     except codec_kernels.REFUSALS as error:
         raise ConfigError(f"pages encoded with {held.codec} cannot be streamed: {error}") from error
     return coder
-
-
-def _require_one_group(held: HostFormat) -> None:
-    if len(held.layout.specs) > 1:
-        raise ConfigError(
-            f"encoded pages with several KV groups cannot be streamed, got {len(held.layout.specs)} groups: "
-            "use host.codec none"
-        )
 
 
 def _require_pinned(host: Host, slots: NDArray[np.int64]) -> None:
