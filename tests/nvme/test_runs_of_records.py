@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,3 +155,44 @@ def test_small_transfers_that_are_queued_together_are_read_in_runs(tmp_path: Pat
             assert rig.ack(transfer).ok
             assert all((found == page(number)).all() for number, found in zip(numbers, out, strict=True))
         assert counted.sizes[0] == 2 * 20
+
+
+class Watched(deque[Any]):
+    """A queue that knows whether somebody went through all its items."""
+
+    was_walked = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was_walked = True
+        return super().__iter__()
+
+
+def test_the_time_to_begin_a_read_does_not_depend_on_the_length_of_the_queue(
+    rig: Rig, calls: Replace
+) -> None:
+    readers, queue = rig.tier._readers, Watched()
+    readers._jobs = queue
+    disk = Hanging(readers._count)
+    calls(preadv=disk)
+    queued = [submit_read(rig, [number])[0] for number in range(PAGES)]
+    disk.wait(readers._count)
+    assert readers._num_queued == sum(len(job.pages) - job.next for job in [*queue])
+    queue.was_walked = False
+    disk.go_on.set()
+    for transfer in queued:
+        assert rig.ack(transfer).ok
+    assert not queue.was_walked
+    assert readers._num_queued == 0
+
+
+def test_reads_that_are_refused_leave_nothing_in_the_queue(rig: Rig, calls: Replace) -> None:
+    readers = rig.tier._readers
+    disk = Hanging(readers._count)
+    calls(preadv=disk)
+    queued = [submit_read(rig, [number])[0] for number in range(PAGES)]
+    disk.wait(readers._count)
+    time_is_up(rig.tier, reads=readers._count)
+    for transfer in queued[readers._count :]:
+        assert [failure for _, failure in rig.ack(transfer).failures] == [Failure.UNAVAILABLE]
+    assert readers._num_queued == 0
+    disk.go_on.set()

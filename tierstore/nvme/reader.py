@@ -351,6 +351,7 @@ class Readers:
         self._breaker = breaker or Breaker()
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
+        self._num_queued = 0  # pages of these jobs whose reads have not started
         self._reading: set[_Read] = set()
         self._shares = Shares()
         self._num_late = 0
@@ -385,6 +386,7 @@ class Readers:
         with self._changed:
             if out and not self._closing and self._num_late < self._count:
                 self._jobs.append(Job(transfer, out))
+                self._num_queued += len(out)
                 self._changed.notify(len(out))
                 return
             hanging = bool(out) and not self._closing
@@ -575,12 +577,13 @@ class Readers:
             self._refuse(Failure.UNAVAILABLE)
             return None
         job = self._jobs[0]
-        left = sum(len(each.pages) - each.next for each in self._jobs)
+        left = self._num_queued
         many = left >= _LEAST_FOR_RUNS or len(job.pages) >= _LEAST_FOR_RUNS
         most = min(self._run_pages, max(left // (2 * self._count), self._least_in_run)) if many else 1
         indexes = range(job.next, min(len(job.pages), job.next + max(1, most)))
         read = _Read(job, indexes, ticket, now, self._shares.begin(now))
         job.next = indexes.stop
+        self._num_queued -= len(indexes)
         if job.next == len(job.pages):
             self._jobs.popleft()
         self._reading.add(read)
@@ -615,6 +618,7 @@ class Readers:
 
     def _refuse(self, failure: Failure) -> None:
         """Fail all queued pages whose reads have not started."""
+        self._num_queued = 0
         while self._jobs:
             job = self._jobs.popleft()
             begun, job.next = job.next, len(job.pages)
