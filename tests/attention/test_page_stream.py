@@ -22,6 +22,7 @@ from tests.support.planting import Bug
 from tierstore.gpu.attention import page_stream
 from tierstore.gpu.attention.page_stream import (
     CallingThread,
+    CopiedRows,
     DecodedRows,
     PageStream,
     ThreadCard,
@@ -349,13 +350,14 @@ def test_refused_pages_are_collected_while_nobody_checks() -> None:
         """Refuses the page in slot 5."""
 
         def fetch(self, table: torch.Tensor, flags: torch.Tensor, layers: tuple[int, int]) -> None:
+            assert layers == (2, 3)
             rows[:] = table[:2]
             flags.copy_(table[2:] == int(arena.addresses(np.array([5]))[0]))
 
     coder: Any = Coder()
     filler = DecodedRows(arena, ring, coder, 2)
     for step in range(50):
-        filler.fill(ring.slabs[1], 0, np.array([3, 5 if step == 1 else 4]))
+        filler.fill(ring.slabs[1], 2, np.array([3, 5 if step == 1 else 4]))
         assert rows.tolist() == [2, 3]
         stream.synchronize()
     assert len(filler._queued) == 1, "memory grows with every fill"
@@ -385,3 +387,86 @@ def test_pages_that_are_refused_during_a_check_are_reported_by_the_next() -> Non
     filler._refused = Meanwhile([1])
     assert filler.refused() == {1}
     assert 2 in filler.refused()
+
+
+TWO_GROUPS = PageLayout.of(
+    [
+        PageSpec(
+            kind="mla", num_layers=layers, page_size=1, num_kv_heads=1, head_dim=dim, dtype="uint8", model="m"
+        )
+        for layers, dim in ((2, 8), (3, 4))
+    ]
+)
+
+
+def test_layers_of_the_second_kv_group_are_read_where_they_are() -> None:
+    arena = HostArena(TWO_GROUPS, SLOTS)
+    for slot in range(SLOTS):
+        arena.view(slot)[:] = 99
+        for layer in range(3):
+            start = TWO_GROUPS.offsets[1] + 4 * layer
+            arena.view(slot)[start : start + 4] = 10 * slot + layer
+    stream = PageStream.open(arena, "cpu", group=1, ring_nbytes=64)
+    stream.follow(chunks_of((3, 7)), range(3))
+    read = 0
+    for layer in range(3):
+        for _, pages in stream.layer(layer):  # after the loop, the slab may be filled again
+            assert pages[:2].flatten().tolist() == [30 + layer] * 4 + [70 + layer] * 4
+            read += 1
+    stream.close()
+    assert read == 3
+
+
+def test_copies_on_a_gpu_start_at_the_layer_of_the_kv_group() -> None:
+    arena = HostArena(TWO_GROUPS, SLOTS)
+    stream: Any = ThreadStream()
+    ring = Ring(3 * 4, stream, ThreadCard(), 2)
+    loaded: list[tuple[int, list[int], list[int]]] = []
+
+    class Carrier:
+        def __init__(self, slab: int) -> None:
+            self.slab = slab
+
+        def load(self, rows: Slots, host: Slots, on: object) -> None:
+            assert on is stream
+            loaded.append((self.slab, rows.tolist(), (host - arena.memory.ctypes.data).tolist()))
+
+    carriers: Any = [Carrier(0), Carrier(1)]
+    filler = CopiedRows(arena, ring, TWO_GROUPS.specs[1], TWO_GROUPS.offsets[1], carriers)
+    filler.fill(ring.slabs[1], 2, np.array([5, 1]))
+    slot, start = TWO_GROUPS.slot_nbytes, TWO_GROUPS.offsets[1] + 2 * 4
+    assert loaded == [(1, [0, 1], [5 * slot + start, slot + start])]
+
+
+@pytest.mark.parametrize(
+    ("slots", "what"),
+    [
+        ((1, 4), "got slot 4, but only 4 slots are pinned so far"),
+        ((0, -1), "host slots must be 0 or more, got -1"),
+    ],
+)
+def test_slots_that_are_not_pinned_are_refused_and_the_plan_before_goes_on(
+    slots: tuple[int, ...], what: str
+) -> None:
+    class Pinned:
+        pinned_slots = 4
+
+    host: Any = Pinned()
+    rig = Rig(page_stream, random.Random(0))
+    rig.stream._usable = partial(page_stream._require_pinned, host)
+    before = chunks_of((3, 0))
+    rig.stream.follow(before, range(LAYERS))
+    with pytest.raises(ValueError, match=what):
+        rig.stream.follow(chunks_of((2,), slots), range(LAYERS))
+    assert rig.stream.chunks is before
+    rig.attend(0, before)
+    rig.run()
+
+
+def test_a_ring_has_at_least_four_slabs_if_they_hold_a_page_each() -> None:
+    arena, page = HostArena(PageLayout.of(SPEC), SLOTS), SPEC.layer_nbytes
+    found = {}
+    for ring, slab in ((16, 16), (40, 3), (2, 5), (0, 1)):
+        stream = PageStream.open(arena, "cpu", ring_nbytes=ring * page, slab_nbytes=slab * page)
+        found[ring, slab] = (stream.rows, stream.nbytes // (stream.rows * page))
+    assert found == {(16, 16): (4, 4), (40, 3): (3, 13), (2, 5): (1, 2), (0, 1): (1, 2)}

@@ -536,6 +536,20 @@ def test_host_slots_that_do_not_exist_are_refused_and_later_plans_still_work(slo
     scene.stream.close()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_each_entry_counts_if_sequences_contain_a_page_several_times_and_at_different_positions(
+    share: float,
+) -> None:
+    scene = Scene(replace(DOCUMENT, share=share))
+    # The first page is also the third, and the second page of the first sequence is the first one of the second.
+    pages = scene.pages.copy()
+    pages[2], pages[scene.indptr[1]] = pages[0], pages[1]
+    scene.pages, scene.slots, scene.in_host = pages, scene._slot[pages], scene._host[pages]
+    for way in (StreamedDecode(scene.stream), StreamedPrefill(scene.stream)):
+        scene.plan(way)
+        scene.require_right(way)
+
+
 def test_pages_in_hbm_must_have_as_many_planes_as_pages_in_host_memory() -> None:
     scene = Scene(DOCUMENT)
     way = StreamedDecode(scene.stream)
