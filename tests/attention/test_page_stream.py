@@ -197,6 +197,8 @@ def test_copies_ahead_are_kept_as_far_as_the_next_plan_agrees() -> None:
     assert rig.fills[3:] == [(0, (3, 4)), (1, (1, 2))]
     assert rig.stream.restarts == 1
     rig.attend(0, chunks_of((1, 2), (3, 4)))
+    assert rig.fills[5:] == [(1, (3, 4)), (2, (1, 2))]
+    assert rig.stream.restarts == 1, "the first chunk was not the one that was kept"
     rig.run()
 
 

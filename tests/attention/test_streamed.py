@@ -27,6 +27,8 @@ from tierstore.codecs.host_format import Packer, Unpacker
 from tierstore.errors import IntegrityError
 from tierstore.gpu.attention import gathered, streamed
 from tierstore.gpu.attention.backends import attend
+from tierstore.gpu.attention.gathered import Room
+from tierstore.gpu.attention.in_place import Parts
 from tierstore.gpu.attention.page_stream import PageStream
 from tierstore.gpu.attention.page_table import Paging
 from tierstore.gpu.attention.paged import shape_of
@@ -243,9 +245,37 @@ CHUNK = Step([0, 8], [1, 0], [9, 14], [6, 11], share=0.5, seed=2)
 """Chunks of two prompts, the second of which has no prefix in common with the first."""
 
 
-@pytest.mark.parametrize("step", [DOCUMENT, CHUNK], ids=["questions", "prompts"])
+ONE = Step([9], [0], [5], [1], share=0.8, seed=1)
+"""One question on a document: every pass has all queries, so the last pass stores the result."""
+
+
+@pytest.mark.parametrize("step", [ONE, DOCUMENT, CHUNK], ids=["question", "questions", "prompts"])
 def test_kernels_of_the_gpu_merge_partial_results(step: Step) -> None:
     require_exact(streamed, step, KERNELS_HERE)
+
+
+@pytest.mark.parametrize("kernels", [None, KERNELS_HERE], ids=["reference", "kernels"])
+def test_queries_that_see_no_key_in_the_first_passes_get_only_what_they_see_later(
+    kernels: ModuleType | None,
+) -> None:
+    out, lse = torch.empty(2, 1, 8), torch.empty(2, 1)
+    sums = streamed._Sums(out, lse, 3, kernels)
+    blind, seen = torch.full((2, 1), -torch.inf), torch.tensor([[-torch.inf], [2.0]])
+    for logarithms in (blind, blind, seen):
+        found = torch.zeros(2, 1, 8)
+        found[logarithms[:, 0] > -torch.inf] = 5.0
+        sums.add(found, logarithms, None)
+    assert out[:, 0].tolist() == [[0.0] * 8, [5.0] * 8]
+    assert torch.equal(lse, seen)
+
+
+def test_memory_that_passes_share_fits_the_largest_of_them() -> None:
+    parts, room, cpu = Parts(), Room(), torch.device("cpu")
+    for rows in (2, 5, 1):
+        parts.reserve(rows, 8, cpu)
+        room.reserve(rows, torch.float32, 3 * rows, cpu)
+    assert (len(parts.logarithms), len(parts.results)) == (5, 40)
+    assert (len(room.planes), len(room.sums)) == (5, 15)
 
 
 def test_passes_with_many_queries_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +416,29 @@ def require_replanned(module: ModuleType) -> None:
 
 def test_plans_follow_small_changes() -> None:
     require_replanned(streamed)
+
+
+def require_other_readers(module: ModuleType) -> None:
+    """Plan the same streamed pages again for other numbers of queries, with a window, and for another sequence."""
+    scene = Scene(replace(CHUNK, share=1.0))
+    way = module.StreamedPrefill(scene.stream)
+    for queries, window in (([0, 6, 17], -1), ([0, 11, 17], -1), ([0, 11, 17], 7)):
+        scene.queries, scene.step = np.array(queries), replace(scene.step, window_left=window)
+        scene.plan(way)
+        scene.require_right(way)
+    scene = Scene(Step([0], [0, 0], [20, 20], [1, 1], share=0.3, seed=3))
+    way = module.StreamedDecode(scene.stream)
+    host, resident = np.flatnonzero(scene._host)[:1], np.flatnonzero(~scene._host)[:4]
+    # The page in host memory is at the same place in the table and stays whole, but then belongs to the first sequence.
+    for own, indptr, last in ((resident[2:3], [0, 2, 4], [4, 2]), (resident[2:], [0, 3, 5], [4, 3])):
+        scene.pages, scene.indptr = np.concatenate([resident[:2], host, own]), np.array(indptr)
+        scene.last, scene.slots, scene.in_host = last, scene._slot[scene.pages], scene._host[scene.pages]
+        scene.plan(way)
+        scene.require_right(way)
+
+
+def test_streamed_pages_are_planned_again_if_their_readers_change() -> None:
+    require_other_readers(streamed)
 
 
 def test_two_plans_may_share_a_stream() -> None:
@@ -591,6 +644,18 @@ BUGS = [
         "(table.kv_lens - table.widths)[sequence] + 1",
         "table.kv_lens[sequence]",
     ),
+    Bug("the result is overwritten by the sum before the last pass", "            last &= not direct\n", ""),
+    Bug("a plan is kept although its shape has changed", "old.shape != table.shape or not (", "not ("),
+    Bug(
+        "a plan is kept although its queries have changed",
+        "np.array_equal(old.qo_indptr, table.qo_indptr)\n            and ",
+        "",
+    ),
+    Bug(
+        "a plan is kept although a page belongs to another sequence",
+        "and np.array_equal(old.indptr, table.indptr)",
+        "",
+    ),
     Bug("a plan is kept although its sequences have grown", "and bool(self.entries.whole.all())", ""),
     Bug(
         "a plan is kept although its sequences are shorter",
@@ -625,8 +690,10 @@ def test_a_planted_bug_is_noticed(bug: Bug) -> None:
             require_exact(planted, step)
         require_shared(planted)
         require_replanned(planted)
+        require_other_readers(planted)
         for seed in range(12):
             walk(planted, seed)
+        require_exact(planted, ONE, KERNELS_HERE)
 
     with pytest.raises((AssertionError, IndexError)):
         require_all()
