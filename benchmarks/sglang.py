@@ -11,6 +11,10 @@ threads and the same order.
 ``file`` is called as SGLang calls it: its pages are tensors, and are copied from and to host memory. It does not sync
 its files. The time to write them includes ``os.sync``, so that both backends are measured until all bytes are on disk.
 
+If the package ``mooncake`` is installed, SGLang's backend for Mooncake is measured as well, over TCP on the loopback
+interface. In the first part it keeps pages in memory only, so its rates are not those of a disk. In the second part it
+also writes them to files, and finds them there after a restart.
+
 The second part changes 1,000 random bytes in the files of each backend, and counts the pages that are returned with
 wrong bytes. Bytes in TierStore's catalogue are changed in a separate run, because the tier starts empty if one of them
 is damaged.
@@ -25,16 +29,20 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from subprocess import DEVNULL, Popen
+from time import perf_counter, sleep
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -85,6 +93,10 @@ class Pool:
         addresses = [at for start in starts for at in (start, start + plane)]
         return addresses, [self.part_nbytes] * len(addresses)
 
+    def get_ksize_per_token(self) -> int:
+        """Return the size in bytes of the K of a token. Mooncake's backend asks for it."""
+        return self.size_per_token // 2
+
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         """Return a copy of a page as a flat tensor."""
         return self.kv_buffer[:, index : index + TOKENS].flatten()
@@ -109,7 +121,9 @@ class Pool:
 class Backend(ABC):
     """A storage backend with the pages of one pool."""
 
-    def __init__(self, folder: Path, pool: Pool) -> None:
+    name: ClassVar[str]
+
+    def __init__(self, folder: Path, pool: Pool, readers: int = 0) -> None:
         self.folder, self.pool = folder, pool
 
     @abstractmethod
@@ -154,6 +168,8 @@ class Ours(Backend):
         self._storage = TierStoreStorage(_config({"interface_v1": 1, "config": {"nvme": nvme}}), {})
         self._storage.register_mem_pool_host(pool)
         self._storage.on_host_pools_registered()
+        for pages in self._storage._opened().values():
+            pages._memory[:, ::4096] = 0  # page faults do not disturb measurements, as with the raw file
 
     def write(self, numbers: Sequence[int]) -> None:
         stored = self._storage.batch_set_v1([*map(_key, numbers)], _tokens(numbers))
@@ -201,7 +217,100 @@ class File(Backend):
     def close(self) -> None: ...
 
 
-BACKENDS: tuple[type[Ours] | type[File], ...] = (Ours, File)
+class Mooncake(Backend):
+    """SGLang's backend for Mooncake over TCP on the loopback interface. One process is the store and its only client.
+
+    Mooncake keeps pages in memory. With ``on_disk``, it also copies them to files, in which it finds them after a
+    restart. It writes these files in buckets every 10 s and keeps the last bucket in memory until it is full.
+    """
+
+    name = "Mooncake"
+
+    def __init__(self, folder: Path, pool: Pool, readers: int, *, on_disk: bool = False) -> None:
+        super().__init__(folder, pool)
+        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._on_disk = on_disk
+        port, metrics = _free_port(), _free_port()
+        program = Path(_mooncake_folder() or "") / "mooncake_master"
+        command = [
+            f"--rpc_port={port}",
+            f"--metrics_port={metrics}",
+            f"--enable_offload={str(on_disk).lower()}",
+        ]
+        self._master = Popen([str(program), *command], stdout=DEVNULL, stderr=DEVNULL)
+        extra = {
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"127.0.0.1:{port}",
+            "protocol": "tcp",
+            "device_name": "",
+            "global_segment_size": 2 * pool.size * pool.size_per_token,
+            "check_server": False,
+            **({"enable_ssd_offload": True, "ssd_offload_path": str(folder)} if on_disk else {}),
+        }
+        try:
+            _wait_for_port(port)
+            self._storage = MooncakeStore(_config(extra), pool)
+            self._storage.register_mem_pool_host(pool)
+        except BaseException:
+            self._master.kill()
+            self._master.wait()
+            raise
+
+    def write(self, numbers: Sequence[int]) -> None:
+        assert all(self._storage.batch_set_v1([*map(_key, numbers)], _tokens(numbers)))
+
+    def read(self, numbers: Sequence[int]) -> list[bool]:
+        found: list[bool] = self._storage.batch_get_v1([*map(_key, numbers)], _tokens(numbers))
+        return found
+
+    def flush(self) -> None:
+        """Return once no file has grown for longer than the interval at which Mooncake writes files."""
+        seen, quiet = -1, 0
+        while self._on_disk and quiet < 3:
+            sleep(5.0)
+            now = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            seen, quiet = now, quiet + 1 if now == seen and now else 0
+
+    def cool(self) -> None: ...
+
+    def close(self) -> None:
+        self._storage.close()
+        self._master.terminate()
+        self._master.wait()
+
+
+def _mooncake_folder() -> str | None:
+    """Return the folder of the package ``mooncake``, or None if it is not installed."""
+    spec = find_spec("mooncake")
+    return None if spec is None or not spec.submodule_search_locations else spec.submodule_search_locations[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait_for_port(port: int) -> None:
+    for _ in range(100):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            sleep(0.1)
+        else:
+            return
+    raise OSError(f"mooncake_master does not listen on port {port}")
+
+
+def backends() -> tuple[type[Backend], ...]:
+    """Return the backends to compare. Mooncake is left out if its package is not installed."""
+    if _mooncake_folder() is None:
+        sys.stderr.write("without Mooncake: install mooncake-transfer-engine-non-cuda to measure it\n")
+        return (Ours, File)
+    return (Ours, File, Mooncake)
 
 
 def _config(extra: dict[str, Any]) -> Any:
@@ -307,10 +416,11 @@ def rates(
     """Yield a row for each backend and direction: its median rate, and its median share of the raw disk's rate."""
     pool = Pool(nbytes // page_nbytes, page_nbytes)
     content = _filled(pool, 0)
-    runs: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {each.name: [] for each in BACKENDS}
+    kinds = backends()
+    runs: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {each.name: [] for each in kinds}
     for turn in range(rounds):
         order = _batches(len(content), np.random.default_rng(turn))
-        for kind in BACKENDS:
+        for kind in kinds:
             raw = _raw(place / "raw", content, order, readers)
             shutil.rmtree(place / "raw")
             for number in range(len(content)):
@@ -328,6 +438,7 @@ def rates(
                 "page_nbytes": page_nbytes,
                 "backend": name,
                 "what": what,
+                "medium": "memory" if name == Mooncake.name else "disk",
                 "gbps": round(median(mine[what] for mine, _ in pairs), 3),
                 "raw_gbps": round(median(raw[what] for _, raw in pairs), 3),
                 "share": round(median(shares), 3),
@@ -338,10 +449,18 @@ def rates(
 
 def damage(place: Path, page_nbytes: int, nbytes: int, changes: int) -> Iterator[dict[str, object]]:
     """Yield a row for each backend: how many pages were wrong, missing and intact after ``changes`` changed bytes."""
-    for kind, where in ((Ours, "pages"), (Ours, "catalogue"), (File, "pages")):
+    mooncake = partial(Mooncake, on_disk=True)
+    turns: list[tuple[str, Callable[[Path, Pool, int], Backend], str]] = [
+        (Ours.name, Ours, "pages"),
+        (Ours.name, Ours, "catalogue"),
+        (File.name, File, "pages"),
+    ]
+    if Mooncake in backends():
+        turns += [(Mooncake.name, mooncake, "pages"), (Mooncake.name, mooncake, "catalogue")]
+    for name, kind, where in turns:
         pool = Pool(nbytes // page_nbytes, page_nbytes)
         content = _filled(pool, 1)
-        folder = place / kind.name
+        folder = place / name
         backend = kind(folder, pool, 2)
         for batch in _batches(len(content)):
             backend.write(batch)
@@ -357,7 +476,7 @@ def damage(place: Path, page_nbytes: int, nbytes: int, changes: int) -> Iterator
         backend.close()
         shutil.rmtree(folder)
         yield {
-            "backend": kind.name,
+            "backend": name,
             "files": where,
             "pages": len(content),
             "changed_bytes": changed,
@@ -376,8 +495,8 @@ def _change(folder: Path, changes: int, where: str) -> int:
     """Change random bytes in the files with pages or in the catalogue, uniformly over all bytes written to them."""
     rng = np.random.default_rng(2)
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    catalogue = [path for path in found if path.name == DATA_FILE]
-    extents = [path for path in found if path.name.startswith("extent")]
+    catalogue = [path for path in found if path.name == DATA_FILE or path.suffix == ".meta"]
+    extents = [path for path in found if path.name.startswith("extent") or path.suffix == ".bucket"]
     files = catalogue if where == "catalogue" else extents or found
     sizes = np.array([_written(path) for path in files], dtype=np.int64)
     ends = np.cumsum(sizes)
