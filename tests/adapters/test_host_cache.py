@@ -73,8 +73,9 @@ class Machine(RuleBasedStateMachine):
     @rule(numbers=st.lists(KEYS, max_size=3))
     def pin(self, numbers: list[int]) -> None:
         found = self.cache.pin([key(number) for number in numbers])
-        assert [*found] == [index for index, number in enumerate(numbers) if number in self.held]
+        assert sorted(found) == [index for index, number in enumerate(numbers) if number in self.held]
         self.pinned += [(row, numbers[index]) for index, row in found.items()]
+        self._touch(numbers)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -88,10 +89,7 @@ class Machine(RuleBasedStateMachine):
     @rule(numbers=st.lists(KEYS, max_size=3))
     def use(self, numbers: list[int]) -> None:
         self.cache.used([key(number) for number in numbers])
-        for number in reversed(numbers):
-            if number in self.held:
-                self.held.remove(number)
-                self.held.append(number)
+        self._touch(numbers)
 
     @rule()
     def clear(self) -> None:
@@ -110,16 +108,25 @@ class Machine(RuleBasedStateMachine):
         assert len(self.cache) == len(self.held)
         for number in self.held:
             assert key(number) in self.cache
-            (row,) = self.cache.pin([key(number)]).values()
-            assert self.memory[row] == number
-            self.cache.unpin(row)
+            assert self.memory[self.cache._pages[key(number)].row] == number
+
+    def _touch(self, numbers: list[int]) -> None:
+        for number in reversed(numbers):
+            if number in self.held:
+                self.held.remove(number)
+                self.held.append(number)
 
 
 BUGS = [
     Bug(
         "a page that is copied is evicted",
-        "self._victims.withdraw(page.rank)\n                found",
-        "found",
+        "                page.pins += 1\n                self._victims.withdraw(page.rank)\n",
+        "                page.pins += 1\n",
+    ),
+    Bug(
+        "a copy is no use",
+        "                page.rank = self._order.touch(page.key, page.rank)\n                found",
+        "                found",
     ),
     Bug("a page that is written is evicted", "        if not pinned:\n", "        if True:\n"),
     Bug("a second pin is forgotten", "        if page.pins:\n            return\n", ""),
@@ -138,7 +145,11 @@ BUGS = [
         "        del self._pages[page.key], self._by_row[page.row]\n",
         "        del self._by_row[page.row]\n",
     ),
-    Bug("use does not count", "page.rank = self._order.touch(page.key, page.rank)", "pass"),
+    Bug(
+        "use does not count",
+        "page.rank = self._order.touch(page.key, page.rank)\n                self._victims.shift",
+        "self._victims.shift",
+    ),
     Bug(
         "the first page of a request is evicted first",
         "for key in reversed(keys):\n            page = self._pages",

@@ -88,16 +88,17 @@ class HostCache:
         return other
 
     def pin(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Pin the pages that are in the cache. Return their rows, by index in ``keys``.
+        """Pin the pages that are in the cache, and mark them as just used. Return their rows, by index in ``keys``.
 
         Each row must be unpinned once for each time that it is in the result.
         """
         found = {}
-        for index, key in enumerate(keys):
-            page = self._pages.get(key)
+        for index in range(len(keys) - 1, -1, -1):
+            page = self._pages.get(keys[index])
             if page is not None:
                 page.pins += 1
                 self._victims.withdraw(page.rank)
+                page.rank = self._order.touch(page.key, page.rank)
                 found[index] = page.row
         return found
 

@@ -224,8 +224,9 @@ class StagedPages:
             with self._changed:
                 for job, _, _ in ahead:
                     self._abandon(job)
-        self._mark_used(keys)
         hits = sum(found)
+        if hits > kept:
+            self._mark_used(keys)
         timeout = hits < len(found) and time.monotonic() >= deadline
         self._count({"timeout": timeout, "hit": hits, "host_hit": kept, "miss": len(found) - hits})
         return found
@@ -237,9 +238,8 @@ class StagedPages:
             cache, memory = self._cache, self._memory
             if cache is None or self._closed or self._cleared != began:
                 return found
-            cache.used(keys)  # so that pages of this call are not evicted for others of it
             rows = cache.pin(keys)
-        places = [*rows]
+        places = sorted(rows)
         try:
             for start in range(0, len(places), self._most):
                 if self._cleared != began:
