@@ -156,7 +156,7 @@ class Ours(Backend):
 
     def __init__(self, folder: Path, pool: Pool, readers: int) -> None:
         super().__init__(folder, pool)
-        from tierstore.adapters.sglang import TierStoreStorage
+        from tierstore.adapters.sglang.storage import TierStoreStorage
 
         nvme = {
             "path": str(folder),

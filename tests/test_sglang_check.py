@@ -31,7 +31,7 @@ def package(tmp_path: Path) -> Path:
         dataclass("HiCacheStorageConfig", sglang_check._CONFIG),
         dataclass("PoolTransfer", sglang_check._TRANSFER),
         dataclass("PoolTransferResult", {"kv_hit_pages", "restorable_prefix_pages"}),
-        interface(OURS / "sglang.py", "TierStoreStorage", "HiCacheStorage"),
+        interface(OURS / "sglang" / "storage.py", "TierStoreStorage", "HiCacheStorage"),
     ]
     write(package, STORAGE, "\n\n".join(parts))
     create = "def _create_dynamic_backend(cls):\n        return backend_class(storage_config, kwargs)"

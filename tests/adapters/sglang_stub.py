@@ -68,7 +68,7 @@ PARALLEL = SimpleNamespace(dp_rank=None)
 
 @contextmanager
 def stubbed() -> Iterator[ModuleType]:
-    """Yield the module ``tierstore.adapters.sglang``, imported with the stand-ins instead of SGLang."""
+    """Yield the module ``tierstore.adapters.sglang.storage``, imported with the stand-ins instead of SGLang."""
     parts = {
         "sglang.srt.mem_cache.hicache_storage": (HiCacheStorage, PoolHitPolicy, PoolTransferResult),
         "sglang.srt.observability.metrics_collector": (StorageMetrics,),
@@ -83,9 +83,9 @@ def stubbed() -> Iterator[ModuleType]:
     stubs["sglang.srt.runtime_context"].get_parallel = lambda: PARALLEL  # type: ignore[attr-defined]
     sys.modules.update(stubs)
     try:
-        yield importlib.import_module("tierstore.adapters.sglang")
+        yield importlib.import_module("tierstore.adapters.sglang.storage")
     finally:
-        for name in (*stubs, "tierstore.adapters.sglang"):
+        for name in (*stubs, "tierstore.adapters.sglang.storage"):
             del sys.modules[name]
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from tests.support import lanes, planting
 from tests.support.planting import SEARCH, Bug
-from tierstore.adapters import host_cache
+from tierstore.adapters.sglang import host_cache
 from tierstore.errors import ConfigError
 
 ROWS = 8

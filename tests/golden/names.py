@@ -53,7 +53,7 @@ def adapters() -> Tree:
     return {
         "tierstore.adapters.vllm": public_names(vllm),
         "tierstore.adapters.vllm_tier": _classes_in("tierstore.adapters.vllm_tier"),
-        "tierstore.adapters.sglang": _classes_in("tierstore.adapters.sglang"),
+        "tierstore.adapters.sglang": _classes_in("tierstore.adapters.sglang.storage"),
         "tierstore.adapters.huggingface": public_names(
             importlib.import_module("tierstore.adapters.huggingface")
         ),

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
 
-from tierstore.adapters.sglang import TierStoreStorage
+from tierstore.adapters.sglang.storage import TierStoreStorage
 
 
 class WrongPage(HiCacheFile):  # type: ignore[misc]

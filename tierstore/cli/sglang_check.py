@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierstore.adapters.host_cache import host_and_nvme
+from tierstore.adapters.sglang.host_cache import host_and_nvme
 from tierstore.cli.doctor import Check, tell
 from tierstore.cli.engine_sources import hooks, module, names, package_of, version_of
 from tierstore.cli.output import Json, refusals
@@ -27,7 +27,7 @@ TESTED = "0.5.23"
 _STORAGE = "srt/mem_cache/hicache_storage.py"
 _FACTORY = "srt/mem_cache/storage/backend_factory.py"
 _CONTROLLER = "srt/managers/cache_controller.py"
-_OURS = Path(__file__).parents[1] / "adapters" / "sglang.py"
+_OURS = Path(__file__).parents[1] / "adapters" / "sglang" / "storage.py"
 _TRANSFER = {"name", "host_indices", "keys", "hit_policy"}
 _CONFIG = {
     "tp_rank",

@@ -1,20 +1,6 @@
-"""Makes TierStore's tiers available to SGLang as a storage backend (L3), below SGLang's own host memory.
+"""The storage backend: the calls that SGLang makes, and SGLang's host pools.
 
-    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-mem-layout page_first \\
-      --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "tierstore",
-        "module_path": "tierstore.adapters.sglang", "class_name": "TierStoreStorage", "interface_v1": 1,
-        "config": "tierstore.yaml"}'
-
-Pages on disk are checksummed, and are found again after a restart. Their total size is limited. A page is found only
-by an engine with the same model, revision, dtypes, layout, page size and parallelism. Where SGLang's host memory is
-small, pages can also stay in host memory of TierStore, beside the disk or without one (``host_cache``).
-
-Pages are copied through staging buffers (``staged_pages``), which consist of huge pages. There are two reasons. First,
-a read that hangs may still write to its buffer much later, after SGLang has reused the memory for another page.
-Second, a disk fills huge pages up to three times as fast as SGLang's memory pages of 4 KiB
-(docs/benchmarks/disk.md). A page is copied to SGLang's memory only after its checksum was verified.
-
-This module requires SGLang 0.5.23. Only SGLang imports it.
+This module requires SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -40,10 +26,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from tierstore.adapters.host_cache import host_and_nvme
-from tierstore.adapters.sglang_identity import identity
-from tierstore.adapters.sglang_metrics import Rates, pool_metrics
-from tierstore.adapters.staged_pages import CLOSE_S, LOADING_SHARE, StagedPages
+from tierstore.adapters.sglang.host_cache import host_and_nvme
+from tierstore.adapters.sglang.identity import identity
+from tierstore.adapters.sglang.metrics import Rates, pool_metrics
+from tierstore.adapters.sglang.staged_pages import CLOSE_S, LOADING_SHARE, StagedPages
 from tierstore.config import parse_size
 from tierstore.errors import ConfigError, StoreClosed, TierStoreError
 from tierstore.host.free_memory import free_memory
@@ -52,7 +38,7 @@ from tierstore.nvme.follower import Follower
 from tierstore.nvme.tier import NvmeTier
 from tierstore.types import exact_size
 
-_log = logging.getLogger(f"sglang.{__name__}")  # shown next to SGLang's own log lines
+_log = logging.getLogger("sglang.tierstore.adapters.sglang")  # shown next to SGLang's own log lines
 
 _Way = Literal["read", "write"]
 _KV = "kv"

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from functools import cache
 from typing import Any, NamedTuple
 
-from tierstore.adapters.staged_pages import OUTCOMES
+from tierstore.adapters.sglang.staged_pages import OUTCOMES
 
 
 class PoolMetrics:

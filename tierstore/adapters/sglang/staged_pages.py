@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.adapters.chunks import Chunks, FollowedChunks
-from tierstore.adapters.host_cache import HostCache
+from tierstore.adapters.sglang.host_cache import HostCache
 from tierstore.errors import TierStoreError
 from tierstore.nvme.direct_io import padded
 from tierstore.nvme.follower import Follower
