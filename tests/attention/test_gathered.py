@@ -4,8 +4,10 @@ The kernels run in Triton's interpreter, and plain torch replaces SDPA."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from tests.attention.interpreted import interpreted
 from tests.support import lanes
 from tests.support.planting import Bug, write
 from tierstore.gpu.attention import gathered
-from tierstore.gpu.attention.backends import for_many
+from tierstore.gpu.attention.backends import attend, for_many
 from tierstore.gpu.attention.gathered import Gathered
 from tierstore.gpu.attention.page_table import Paging
 
@@ -64,6 +66,21 @@ def steps() -> st.SearchStrategy[Case]:
 def test_parts_of_any_size_merge_to_the_whole(case: Case, tokens: int) -> None:
     scene = Scene.of(case)
     scene.require_right(*scene.run(Gathered(torch.device("cpu"), tokens=tokens, kernels=KERNELS_HERE)))
+
+
+def test_only_the_tokens_in_the_given_pages_are_gathered() -> None:
+    scene = Scene.of(Case([90], [8], page_size=8))
+    table = replace(
+        scene.table, indptr=np.array([0, 3]), indices=scene.table.indices[:3], ends=np.array([24])
+    )
+    assert gathered.fits(replace(table, shape=replace(table.shape, dtype=torch.bfloat16)))
+    way = Gathered(torch.device("cpu"), tokens=16, kernels=KERNELS_HERE)
+    way.plan(table)
+    out, lse = torch.empty(scene.q.shape), torch.empty(scene.q.shape[:2])
+    way.run(scene.q, scene.pages, out, lse)
+    want, want_lse = attend(scene.q, scene.pages, table)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_is_bounded_by_the_tokens_gathered_at_once() -> None:
