@@ -28,6 +28,7 @@ from tierstore.errors import ConfigError
 ROWS = 8
 KEPT = 3
 KEYS = st.integers(0, 5)
+CALLS = st.integers(0, 2)
 
 
 def key(number: int) -> bytes:
@@ -46,14 +47,16 @@ class Machine(RuleBasedStateMachine):
         """The model: pages, least recently used first."""
         self.pinned: list[tuple[int, int]] = []
         """Pins, each as a row and the number of its page."""
+        self.calls: dict[int, int] = {}
+        """The last call that used each page."""
         self.leaving: set[int] = set()
         """Rows whose pages were removed while they were pinned."""
 
-    @rule(number=KEYS, pinned=st.booleans())
-    def keep(self, number: int, pinned: bool) -> None:
+    @rule(number=KEYS, call=CALLS, pinned=st.booleans())
+    def keep(self, number: int, call: int, pinned: bool) -> None:
         row = self.mine.pop()
         self.memory[row] = number
-        other = self.cache.keep(key(number), row, pinned=pinned)
+        other = self.cache.keep(key(number), row, call, pinned=pinned)
         self.mine.append(other)
         if number in self.held:
             assert other == row
@@ -61,21 +64,22 @@ class Machine(RuleBasedStateMachine):
         if len(self.held) + len(self.leaving) == KEPT:
             in_use = {each for row, each in self.pinned if row not in self.leaving}
             victim = next((each for each in self.held if each not in in_use), None)
-            if victim is None:
+            if victim is None or self.calls[victim] == call != 0:
                 assert other == row
                 return
             self.held.remove(victim)
         assert other != row
         self.held.append(number)
+        self.calls[number] = call
         if pinned:
             self.pinned.append((row, number))
 
-    @rule(numbers=st.lists(KEYS, max_size=3))
-    def pin(self, numbers: list[int]) -> None:
-        found = self.cache.pin([key(number) for number in numbers])
+    @rule(numbers=st.lists(KEYS, max_size=3), call=CALLS)
+    def pin(self, numbers: list[int], call: int) -> None:
+        found = self.cache.pin([key(number) for number in numbers], call)
         assert sorted(found) == [index for index, number in enumerate(numbers) if number in self.held]
         self.pinned += [(row, numbers[index]) for index, row in found.items()]
-        self._touch(numbers)
+        self._touch(numbers, call)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -86,10 +90,10 @@ class Machine(RuleBasedStateMachine):
         if row not in [each for each, _ in self.pinned]:
             self.leaving.discard(row)
 
-    @rule(numbers=st.lists(KEYS, max_size=3))
-    def use(self, numbers: list[int]) -> None:
-        self.cache.used([key(number) for number in numbers])
-        self._touch(numbers)
+    @rule(numbers=st.lists(KEYS, max_size=3), call=CALLS)
+    def use(self, numbers: list[int], call: int) -> None:
+        self.cache.used([key(number) for number in numbers], call)
+        self._touch(numbers, call)
 
     @rule()
     def clear(self) -> None:
@@ -110,11 +114,12 @@ class Machine(RuleBasedStateMachine):
             assert key(number) in self.cache
             assert self.memory[self.cache._pages[key(number)].row] == number
 
-    def _touch(self, numbers: list[int]) -> None:
+    def _touch(self, numbers: list[int], call: int) -> None:
         for number in reversed(numbers):
             if number in self.held:
                 self.held.remove(number)
                 self.held.append(number)
+                self.calls[number] = call
 
 
 BUGS = [
@@ -155,6 +160,13 @@ BUGS = [
         "for key in reversed(keys):\n            page = self._pages",
         "for key in keys:\n            page = self._pages",
     ),
+    Bug("a page is evicted for another one of its call", " or self._pages[victim].call == call != 0", ""),
+    Bug(
+        "a use by a call is forgotten",
+        "page.call = call\n                self._victims.withdraw",
+        "self._victims.withdraw",
+    ),
+    Bug("a copy by a call is forgotten", "page.call = call\n                page.pins", "page.pins"),
     Bug("a page takes two rows", "        if key in self._pages:\n            return row\n", ""),
 ]
 

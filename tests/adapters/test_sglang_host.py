@@ -185,6 +185,34 @@ def test_a_prompt_longer_than_memory_keeps_its_beginning(module: ModuleType, tmp
         assert storage.tier_stats()["kv"]["host_evicted"] == 2
 
 
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory only"])
+@pytest.mark.parametrize("count", [KEPT + 2, 5 * KEPT])
+def test_a_call_with_more_pages_than_memory_keeps_the_first_ones(
+    module: ModuleType, tmp_path: Path, disk: bool, count: int
+) -> None:
+    pool = HeadPool()
+    with hosting(module, tmp_path, pool, disk=disk) as storage:
+        for page in range(40, 44):
+            fill(pool, page, page)
+        assert all(storage.batch_set_v1(keys(range(40, 44)), tokens(pool, [*range(40, 44)])))  # evicted below
+        assert storage.flush(60.0)
+        for page in range(count):
+            fill(pool, page, page)
+        stored = storage.batch_set_v1(keys(range(count)), tokens(pool, [*range(count)]))
+        assert storage.flush(60.0)
+        assert stored == [True] * KEPT + [disk] * (count - KEPT)
+        for _ in range(2):
+            pool.kv_buffer.zero_()
+            before = hits(storage)[1]
+            assert read(storage, pool, range(count)) == stored
+            assert hits(storage)[1] - before == KEPT
+        assert storage.batch_exists(keys(range(count))) == (count if disk else KEPT)
+        cache = storage._opened()["kv"]._cache
+        assert [number for number in range(count) if bytes.fromhex(key(number)) + bytes(4) in cache] == [
+            *range(KEPT)
+        ]
+
+
 def test_damage_on_disk_does_not_reach_pages_in_memory(module: ModuleType, tmp_path: Path) -> None:
     pool = HeadPool()
     with hosting(module, tmp_path, pool) as storage:

@@ -29,6 +29,8 @@ class _Page:
     pins: int = 0
     is_held: bool = True
     """False after the page was removed while it was pinned."""
+    call: int = 0
+    """The last call that used the page, as given to ``used`` or ``keep``."""
 
 
 class HostCache:
@@ -60,15 +62,16 @@ class HostCache:
         """Return whether the row contains a page of the cache, or one that was removed while it was pinned."""
         return row in self._by_row
 
-    def keep(self, key: bytes, row: int, *, pinned: bool = False) -> int:
+    def keep(self, key: bytes, row: int, call: int = 0, *, pinned: bool = False) -> int:
         """Take over a row that contains the page ``key``, and return a row that the caller may use instead.
 
-        Returns ``row`` itself if the page is in the cache already, or if all pages are pinned. The cache has then taken
-        over nothing. Otherwise, the page counts as just used.
+        Returns ``row`` itself if the page is in the cache already, if all pages are pinned, or if the page would evict
+        one that the same call has used. The cache has then taken over nothing. Otherwise, the page counts as just used.
 
         Args:
             key: The key of the page.
             row: The row, owned by the caller, with the content of the page.
+            call: A number, not 0, for all pages of one request. 0: the page may evict every page.
             pinned: Whether the row is pinned until a call of ``unpin``.
         """
         if key in self._pages:
@@ -77,25 +80,26 @@ class HostCache:
             other = self._unused.pop()
         else:
             victim = self._victims.first()
-            if victim is None:
+            if victim is None or self._pages[victim].call == call != 0:
                 return row
             other = self._remove(self._pages[victim])
             self.evicted += 1
-        page = _Page(PageKey(key), row, self._order.enter(PageKey(key)), int(pinned))
+        page = _Page(PageKey(key), row, self._order.enter(PageKey(key)), int(pinned), call=call)
         self._pages[key] = self._by_row[row] = page
         if not pinned:
             self._victims.offer(page.rank, page.key)
         return other
 
-    def pin(self, keys: Sequence[bytes]) -> dict[int, int]:
+    def pin(self, keys: Sequence[bytes], call: int = 0) -> dict[int, int]:
         """Pin the pages that are in the cache, and mark them as just used. Return their rows, by index in ``keys``.
 
-        Each row must be unpinned once for each time that it is in the result.
+        Each row must be unpinned once for each time that it is in the result. For ``call``, see ``used``.
         """
         found = {}
         for index in range(len(keys) - 1, -1, -1):
             page = self._pages.get(keys[index])
             if page is not None:
+                page.call = call
                 page.pins += 1
                 self._victims.withdraw(page.rank)
                 page.rank = self._order.touch(page.key, page.rank)
@@ -114,11 +118,15 @@ class HostCache:
             del self._by_row[row]
             self._unused.append(row)
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """Mark pages as just used. Pass the pages of one request, in the order of its tokens."""
+    def used(self, keys: Sequence[bytes], call: int = 0) -> None:
+        """Mark pages as just used. Pass the pages of one request, in the order of its tokens.
+
+        With ``call``, these pages are not evicted for other pages of this call (see ``keep``).
+        """
         for key in reversed(keys):
             page = self._pages.get(key)
             if page is not None:
+                page.call = call
                 self._victims.withdraw(page.rank)
                 page.rank = self._order.touch(page.key, page.rank)
                 self._victims.shift(page.rank, page.key, offered=page.pins == 0)

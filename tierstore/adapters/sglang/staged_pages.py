@@ -74,6 +74,7 @@ class _Put:
     """The pages of one call of ``put``, and the number of its writes in flight, plus 1 while the call runs."""
 
     keys: list[bytes]
+    number: int
     left: int = 1
 
 
@@ -175,7 +176,8 @@ class StagedPages:
         """
         with self._changed:
             began = self._cleared
-        found = self._get_kept(keys, copy, began)
+            call = next(self._jobs)
+        found = self._get_kept(keys, copy, began, call)
         kept, wanted = sum(found), list[int]()
         lacking = [index for index, is_found in enumerate(found) if not is_found]
         with self._changed:
@@ -217,7 +219,7 @@ class StagedPages:
                     found[place] = True
                 with self._changed:
                     if self._cleared == began:
-                        self._keep_read(job, [keys[place] for place in places], arrived)
+                        self._keep_read(job, [keys[place] for place in places], arrived, call)
                     self._abandon(job)
                 ahead.popleft()
         finally:
@@ -231,14 +233,14 @@ class StagedPages:
         self._count({"timeout": timeout, "hit": hits, "host_hit": kept, "miss": len(found) - hits})
         return found
 
-    def _get_kept(self, keys: Sequence[bytes], copy: Copy, began: int) -> list[bool]:
+    def _get_kept(self, keys: Sequence[bytes], copy: Copy, began: int, call: int) -> list[bool]:
         """Call ``copy`` for the pages in host memory of ours. Their rows are pinned until they were copied."""
         found = [False] * len(keys)
         with self._changed:
             cache, memory = self._cache, self._memory
             if cache is None or self._closed or self._cleared != began:
                 return found
-            rows = cache.pin(keys)
+            rows = cache.pin(keys, call)
         places = sorted(rows)
         try:
             for start in range(0, len(places), self._most):
@@ -268,9 +270,9 @@ class StagedPages:
                 if not (self._has(key) or (not writes and self._keeps(key)))
             ]
             wanted = [*{keys[index]: index for index in reversed(wanted)}.values()][::-1]
+            call, done = _Put([keys[index] for index in wanted], next(self._jobs)), 0
             if self._cache is not None:
-                self._cache.used(keys)  # so that pages of this call are not evicted for others of it
-        call, done = _Put([keys[index] for index in wanted]), 0
+                self._cache.used(keys, call.number)
         while done < len(wanted):
             with self._changed:
                 if self._closed or self._cleared != began:
@@ -434,7 +436,7 @@ class StagedPages:
         writes = chunks is not None and self._takes_writes()
         if cache is not None:
             given = [
-                cache.keep(key, row, pinned=writes) for key, row in reversed([*zip(keys, rows, strict=True)])
+                cache.keep(key, row, call.number, pinned=writes) for key, row in zip(keys, rows, strict=True)
             ]
             self._storing.free += [row for row in given if not (writes and row in rows)]
         elif not writes:
@@ -448,13 +450,13 @@ class StagedPages:
         self._changed.notify_all()
         self._collect()
 
-    def _keep_read(self, job: int, keys: Sequence[bytes], arrived: frozenset[bytes]) -> None:
+    def _keep_read(self, job: int, keys: Sequence[bytes], arrived: frozenset[bytes], call: int) -> None:
         """Keep the pages of a load that has ended in host memory of ours."""
         if self._cache is not None and not self._closed:
             rows = self._loading.busy[job]
             self._loading.busy[job] = [
-                self._cache.keep(key, row) if key in arrived else row
-                for key, row in reversed([*zip(keys, rows, strict=True)])
+                self._cache.keep(key, row, call) if key in arrived else row
+                for key, row in zip(keys, rows, strict=True)
             ]
 
     def _load(self, keys: Sequence[bytes], rows: list[int]) -> int:
