@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.gpu.driver import has_happened
+from tierstore.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -125,7 +126,8 @@ class PendingEvents:
         if not self._writers:
             return events
         found: dict[int, Event] = {}
-        for slots in (lease.slots, [slot for _, slot in lease.held]):
+        covered = lease.slots if lease.tier == Tier.HBM else []  # pages in HOST are always written
+        for slots in (covered, [slot for _, slot in lease.held]):
             if not self._writers.keys().isdisjoint(slots):
                 found.update((id(e), e) for e in map(self._writers.get, slots) if e is not None)
         return events + [event for event in found.values() if not _happened(event)]

@@ -16,7 +16,7 @@ from tierstore.directory.leases import LeaseRecord
 from tierstore.directory.transfers import BATCH_PAGES
 from tierstore.errors import LeaseError, StoreClosed
 from tierstore.gpu.events import HERE, NOT_YET, Arriving, as_one
-from tierstore.types import Event, LeaseState, require_flag, seconds_to_wait, whole
+from tierstore.types import Event, LeaseState, Tier, require_flag, seconds_to_wait, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tierstore.gpu.device import HbmDevice
     from tierstore.pump import Pump
-    from tierstore.types import PageKey, Tier
+    from tierstore.types import PageKey
 
 
 class Lease:
@@ -56,7 +56,10 @@ class Lease:
 
     @property
     def slots(self) -> list[int]:
-        """The HBM slot of each covered page. The slots may be read once ``wait`` has returned READY."""
+        """The HBM slot of each covered page. The slots may be read once ``wait`` has returned READY.
+
+        With ``keep_in=Tier.HOST``, they are slots of HOST, and may be read at once.
+        """
         return list(self._record.slots if self._covered is None else self._covered)
 
     @property
@@ -87,6 +90,7 @@ class Lease:
           later, or compute the page.
         - "deadline": the page did not arrive by the deadline, or was expected to arrive after it.
         - "inexact": the lease is exact, but the page is not.
+        - "elsewhere": the lease is on pages in HOST (``keep_in``), but the page is only in other tiers.
         - "failed": the page could not be read.
         - "replaced": the page was put again while it was being loaded layer by layer.
         - "evicted", "capacity" and other values: the reason why the page was dropped from the store.
@@ -207,11 +211,15 @@ def record_of(lease: Lease, host: LeaseHost) -> LeaseRecord:
     """Return the directory's record of an open lease.
 
     Raises:
-        LeaseError: The lease was released, or belongs to another store.
+        LeaseError: The lease was released, belongs to another store, or is not on pages in HBM.
     """
     lease._require_open("put pages with this lease")
     if lease._host is not host:
         raise LeaseError("the lease belongs to another store")
+    if lease._record.tier != Tier.HBM:
+        raise LeaseError(
+            f"pages cannot be put with a lease on {lease._record.tier.name}: use a lease acquired without keep_in"
+        )
     return lease._record
 
 
@@ -244,6 +252,7 @@ class LeaseHost:
         *,
         exact: bool,
         wait_for_room_s: float,
+        tier: Tier = Tier.HBM,
     ) -> Lease:
         """Return a lease on the longest available prefix. See ``TierStore.acquire``.
 
@@ -255,7 +264,7 @@ class LeaseHost:
         with self._pump.lock, self._pump.guard:
             if into is not None:
                 self._directory.outgoing.require_usable(into)
-            record = self._directory.leases.begin(keys, deadline, into, exact=exact)
+            record = self._directory.leases.begin(keys, deadline, into, exact=exact, tier=tier)
         try:
             self._extend(record)
             if wait_for_room_s and _lacks_room(record):

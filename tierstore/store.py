@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from tierstore.directory.leases import LeaseRecord
     from tierstore.gpu.engine_pages import EnginePages
     from tierstore.gpu.pool import GroupedPages
+    from tierstore.host.arena import HostArena
     from tierstore.keys import Extra, TokenIds
     from tierstore.mover import SyncMark
     from tierstore.page import PageSpec
@@ -670,6 +671,7 @@ class TierStore:
         *,
         exact: bool = False,
         wait_for_room_s: float = 0.0,
+        keep_in: Tier = Tier.HBM,
     ) -> Lease:
         """Pin the longest prefix of ``keys`` that is readable and fits into HBM now, and start to load it.
 
@@ -687,16 +689,21 @@ class TierStore:
                 in flight can free any because all other pages are leased or owned by callers. It never blocks
                 beyond ``deadline_s``. Waiting calls are served in order of arrival. No effect if an engine
                 owns HBM.
+            keep_in: HBM, or HOST to pin pages where they are in host memory, for attention that streams them
+                from there (``tierstore.gpu.attention.streamed``). The lease then covers the longest prefix
+                that is readable in HOST now, its ``slots`` are slots of ``host_memory``, nothing is loaded, and
+                no hits or misses are counted. ``demote(exactly=True)`` moves pages from HBM to HOST.
 
         Returns:
             A lease on the prefix. Call its ``wait`` before reading, and ``release`` afterwards.
 
         Raises:
-            ValueError: An engine owns HBM and ``into`` does not name one slot per key, or ``wait_for_room_s``
-                is negative or infinite.
+            ValueError: An engine owns HBM and ``into`` does not name one slot per key, ``wait_for_room_s``
+                is negative or infinite, ``keep_in`` is neither HBM nor a HOST tier of this store, or
+                ``deadline_s`` is given with HOST.
             TypeError: ``exact`` is not True or False.
             ConfigError: ``into`` is given, but the store owns HBM; or an engine owns HBM and has not
-                registered its tensors.
+                registered its tensors, or ``keep_in`` is HOST.
             LeaseError: A slot in ``into`` does not exist, is given twice, or is still being copied.
         """
         self._pump.advance()
@@ -706,8 +713,32 @@ class TierStore:
             require_time("deadline_s", deadline_s)
         require_key_list(keys)
         self._leases.take_back()
+        if keep_in is not Tier.HBM:
+            self._require_kept(keep_in, deadline_s)
         slots = self._slots.checked_into(keys, into)
-        return self._leases.acquire(keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s)
+        return self._leases.acquire(
+            keys, deadline_s, slots, exact=exact, wait_for_room_s=room_s, tier=keep_in
+        )
+
+    @property
+    def host_memory(self) -> HostArena | None:
+        """The memory of the HOST tier, or None without one.
+
+        Read a slot only while a lease with ``keep_in=Tier.HOST`` covers it, and never write to it.
+        """
+        self._pump.require_open()
+        return self._parts.arena
+
+    def _require_kept(self, tier: Tier, deadline_s: float | None) -> None:
+        """Raise an exception unless pages can be pinned in ``tier`` with this deadline."""
+        in_memory = [Tier.HBM, *(t for t in self._directory.residency.tables if t is Tier.HOST)]
+        require_member("keep pages in", tier, in_memory)
+        if self._parts.pool is None:
+            raise ConfigError("acquire(keep_in=HOST) needs hbm.owner: store, but the engine owns HBM here")
+        if deadline_s is not None:
+            raise ValueError(
+                "deadline_s has no effect with keep_in=HOST: pages are never loaded for such a lease"
+            )
 
     # -- hints and moves -----------------------------------------------------------------------------------------
 
@@ -812,27 +843,36 @@ class TierStore:
             self._pump.submit()
         return found
 
-    def demote(self, keys: Sequence[PageKey], tier: Tier) -> int:
+    def demote(self, keys: Sequence[PageKey], tier: Tier, *, exactly: bool = False) -> int:
         """Move pages down to ``tier`` in the background.
 
         Once a page has arrived, its copies in higher tiers are dropped as soon as they are unpinned. Keys
         that no tier has are skipped. A memory-only page is moved no lower than HOST, or stays where it is if
         there is no HOST tier.
 
+        Args:
+            keys: The pages.
+            tier: The destination.
+            exactly: Whether pages must get a copy in ``tier`` itself. Without it, a page that a lower tier has
+                already is only dropped from the tiers above. A page that is being copied to a lower tier at the
+                moment may still be without a copy in ``tier`` afterwards; then call again.
+
         Returns:
             The number of pages that some tier has, and that will be moved unless a copy fails.
 
         Raises:
             ValueError: The tier is not below HBM, or is not configured.
+            TypeError: ``exactly`` is not True or False.
         """
         self._pump.advance()
         require_key_list(keys)
+        require_flag("exactly", exactly)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
         require_member("demote to", tier, below, *([] if below else ["this store has no tier below HBM"]))
         accepted = 0
         for chunk in _chunks(keys):
             with self._lock, self._guard:
-                accepted += self._directory.demote(chunk, tier)
+                accepted += self._directory.demote(chunk, tier, exactly=exactly)
                 self._pump.step()
         return accepted
 

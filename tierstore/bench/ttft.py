@@ -140,11 +140,14 @@ class ClockedStore(TierStore):
         *,
         exact: bool = False,
         wait_for_room_s: float = 0.0,
+        keep_in: Tier = Tier.HBM,
     ) -> Lease:
         """Record the time, unless a time is already recorded, and acquire pages. See ``TierStore.acquire``."""
         if self.asked_at is None:
             self.asked_at = perf_counter()
-        return super().acquire(keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s)
+        return super().acquire(
+            keys, deadline_s, into, exact=exact, wait_for_room_s=wait_for_room_s, keep_in=keep_in
+        )
 
 
 def random_model(sizes: Sizes, device: str, longest: int) -> PreTrainedModel:

@@ -170,8 +170,10 @@ class Directory:
         self._finish(now)
         return found
 
-    def demote(self, keys: Sequence[PageKey], target: Tier) -> int:
+    def demote(self, keys: Sequence[PageKey], target: Tier, *, exactly: bool = False) -> int:
         """Start moving readable pages down to ``target``. Their upper copies are dropped afterwards.
+
+        With ``exactly``, pages that a lower tier has already get a copy in ``target``, too.
 
         Returns:
             The number of pages that are readable in some tier and will therefore be moved.
@@ -180,7 +182,7 @@ class Directory:
         if target in self.hierarchy.records:
             self.admission.insist(accepted)
             self._lift(len(accepted))
-        self.writeback.sinks.add(accepted, target, Ticket(), keep=False)
+        self.writeback.sinks.add(accepted, target, Ticket(), keep=False, exactly=exactly)
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:

@@ -216,7 +216,7 @@ def _expected_pins(directory: Directory, pending: Pending) -> Slots:
     )
     if directory.owns_hbm:
         for lease in directory.leases.open:
-            want.update((Tier.HBM, slot) for slot in lease.slots)
+            want.update((lease.tier, slot) for slot in lease.slots)
             want.update((Tier.HBM, slot) for _, slot in lease.held)
         want.update((Tier.HBM, slot) for _, slots in pending.writing for slot in slots)
     return want
@@ -225,14 +225,14 @@ def _expected_pins(directory: Directory, pending: Pending) -> Slots:
 def _check_leases(directory: Directory) -> None:
     if not directory.owns_hbm:
         return
-    table = directory.residency.tables[Tier.HBM]
     for lease in directory.leases.open:
+        table = directory.residency.tables[lease.tier]
         for i, slot in enumerate(lease.slots):
             copy = table.copies.get(lease.keys[i])
             current = copy is not None and copy.slot == slot
             _require(
                 current or slot in table.quarantine,
-                f"page {i} of a lease is no longer in HBM slot {slot}, and the slot is not in quarantine",
+                f"page {i} of a lease is no longer in {lease.tier.name} slot {slot}, and the slot is not in quarantine",
             )
             if copy is not None and current and not lease.released:
                 _require(

@@ -2,7 +2,7 @@
 
 A lease covers pages that are in HBM or in flight to HBM, and pins them there. Pages in other tiers are loaded
 for it. A lease is truncated if a page does not arrive by the deadline, if a load fails, or if a page in flight
-is evicted.
+is evicted. A lease on pages in HOST covers only pages that are readable there, and nothing is loaded for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LeaseRecord:
         keys: The requested keys.
         into: The engine's slot for each key, or None if the store owns HBM.
         deadline: The monotonic time by which pages must arrive, or None.
-        slots: The HBM slot of each covered page.
+        slots: The slot of each covered page, in ``tier``.
         sources: The tier in which each covered page was found.
         waiting: Indices of covered pages that are still in flight.
         miss_reason: Why the first page that is not covered is missing.
@@ -47,6 +47,8 @@ class LeaseRecord:
     deadline: float | None = None
     exact: bool = False
     """Whether the lease may cover only exact pages."""
+    tier: Tier = Tier.HBM
+    """The tier in which the covered pages are pinned."""
     slots: list[int] = field(default_factory=list)
     sources: list[Tier] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
@@ -131,10 +133,20 @@ class Leases:
         """The table of HBM, or None if an engine owns HBM. Leases then pin no HBM pages."""
 
     def begin(
-        self, keys: Sequence[PageKey], deadline: float | None, into: Sequence[int] | None, *, exact: bool
+        self,
+        keys: Sequence[PageKey],
+        deadline: float | None,
+        into: Sequence[int] | None,
+        *,
+        exact: bool,
+        tier: Tier = Tier.HBM,
     ) -> LeaseRecord:
-        """Create a lease that covers no pages yet. If ``exact``, it will cover only exact pages."""
-        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline, exact)
+        """Create a lease that covers no pages yet. If ``exact``, it will cover only exact pages.
+
+        A lease on another tier than HBM serves no reads of a request by itself, so it counts no hits or misses.
+        """
+        lease = LeaseRecord(tuple(keys), None if into is None else tuple(into), deadline, exact, tier)
+        lease.counted = tier != Tier.HBM
         self.open.add(lease)
         if deadline is not None:
             self._timed.add(lease)
@@ -204,7 +216,7 @@ class Leases:
         A lease is truncated before the first page that it covers in one of these slots. If such a page was put
         with a lease, that lease fails. Takes O(leased pages) time.
         """
-        for lease in [lease for lease in self.open if not lease.released]:
+        for lease in [lease for lease in self.open if not lease.released and lease.tier == Tier.HBM]:
             index = next((i for i, slot in enumerate(lease.slots) if slot in slots), None)
             if index is not None:
                 self.cut(lease, index, "failed")
@@ -289,7 +301,7 @@ class Leases:
         else:
             end = len(lease.slots)
             start = max(0, end - limit)
-            self._release(lease.keys[start:end], lease.slots[start:])
+            self._release(lease.keys[start:end], lease.slots[start:], lease.tier)
             del lease.slots[start:]
         more = bool(lease.held or lease.slots)
         if not more:
@@ -321,7 +333,15 @@ class Leases:
                 held = self._residency.held(keys[0])
                 return "inexact" if held else self._drops.fate(keys[0]) or "not_found"
             keys = keys[:exact]
-        if self._hbm is not None and keys[0] in self._hbm.copies:
+        if lease.tier != Tier.HBM:
+            readable = list(takewhile(self._residency.tables[lease.tier].ready, keys))
+            if not readable:
+                return (
+                    "elsewhere" if self._residency.held(keys[0]) else self._drops.fate(keys[0]) or "not_found"
+                )
+            lease.slots += self._residency.pin(readable, lease.tier)
+            lease.sources += [lease.tier] * len(readable)
+        elif self._hbm is not None and keys[0] in self._hbm.copies:
             self._join(lease, index, keys, self._hbm)
         else:
             reason = self._load(lease, index, keys, now)
@@ -416,13 +436,13 @@ class Leases:
             self._loads.cancel(load.slot)
         return load.submitted
 
-    def _release(self, keys: Sequence[PageKey], slots: Sequence[int]) -> None:
-        """Record that these pages were used, and remove one pin of each."""
-        if self._hbm is None:
+    def _release(self, keys: Sequence[PageKey], slots: Sequence[int], tier: Tier = Tier.HBM) -> None:
+        """Record that these pages were used, and remove one pin of each in ``tier``."""
+        if tier not in self._residency.tables:  # an engine owns HBM
             self._residency.touch(keys)
             return
-        self._residency.release(keys, Tier.HBM, slots)
-        self._sinks.unpinned(reversed(keys), Tier.HBM)
+        self._residency.release(keys, tier, slots)
+        self._sinks.unpinned(reversed(keys), tier)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
         if self._hbm is not None:
