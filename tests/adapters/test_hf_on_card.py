@@ -124,8 +124,10 @@ def pages_are_in_another_order(patch: pytest.MonkeyPatch) -> None:
 def one_token_more_in_sight(patch: pytest.MonkeyPatch) -> None:
     attend = Plans.attend
 
-    def wrong(self: Plans, queries: Any, spans: Any, pages: Any, scale: float, window: int | None) -> Any:
-        return attend(self, queries, spans, pages, scale, None if window is None else window + 1)
+    def wrong(
+        self: Plans, queries: Any, spans: Any, pages: Any, scale: float, window: int | None, place: Any
+    ) -> Any:
+        return attend(self, queries, spans, pages, scale, None if window is None else window + 1, place)
 
     patch.setattr(Plans, "attend", wrong)
 

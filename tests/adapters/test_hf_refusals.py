@@ -155,7 +155,7 @@ def test_closed_cache_is_refused_and_close_may_be_repeated(model: LlamaForCausal
 def test_prompt_larger_than_hbm_ends_in_capacity_error(model: LlamaForCausalLM) -> None:
     prompt = random_prompt(5 * PAGE)
     with open_store(model, hbm=4, host=4) as store:
-        with TierStoreCache(store, prompt, model=model, timeout_s=0.2) as cache:
+        with TierStoreCache(store, prompt, model=model, timeout_s=0.2, streaming=False) as cache:
             with pytest.raises(CapacityError):
                 generate(model, prompt, cache)
             assert cache.get_seq_length() == 0
@@ -168,7 +168,7 @@ def test_answer_that_outgrows_hbm_ends_in_capacity_error_and_its_pages_stay_usab
     prompt = random_prompt(2 * PAGE)
     with open_store(model, hbm=3, host=4) as store:
         with (
-            TierStoreCache(store, prompt, model=model, timeout_s=0.2) as cache,
+            TierStoreCache(store, prompt, model=model, timeout_s=0.2, streaming=False) as cache,
             pytest.raises(CapacityError),
         ):
             generate(model, prompt, cache, max_new_tokens=20)

@@ -227,7 +227,7 @@ class Running:
         # Convert with NumPy, because torch.tensor would take 40 ms for a tuple of 131,072 integers.
         prompt = torch.from_numpy(np.array(self._ask.prompt, dtype=np.int64))
         self._cache = cache = TierStoreCache(
-            self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S
+            self._store, prompt, model=model, salt=self._ask.salt, wait_for_room_s=_ROOM_S, streaming=False
         )
         self._given[cache_argument(model)] = cache
         reused, came = cache.reused_by_tier, self._coming.origins(PageGroups(self._store).page_size)

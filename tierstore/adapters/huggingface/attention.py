@@ -1,6 +1,7 @@
 """Attention that reads K and V directly from the store's pages.
 
-On a GPU, the kernels in ``tierstore.gpu.attention`` compute it (``Plans``). Elsewhere, K and V of about
+On a GPU, the kernels in ``tierstore.gpu.attention`` compute it (``Plans``), and on every device if pages stream from
+host memory, because they do not fit into HBM. Elsewhere, K and V of about
 ``KEYS_AT_ONCE`` tokens at a time are copied out of the pages, and an online softmax merges the partial
 results, so memory use is bounded for any context length. A prompt without a reused prefix uses plain SDPA
 over its own K and V, unless the kernels are faster.
@@ -27,9 +28,13 @@ from transformers.masking_utils import (
 )
 
 from tierstore.adapters.huggingface.batch import Span
+from tierstore.errors import CapacityError
 from tierstore.gpu.attention.backends import Backend
+from tierstore.gpu.attention.page_stream import RING_NBYTES, PageStream
 from tierstore.gpu.attention.page_table import DTYPES
 from tierstore.gpu.attention.paged import PagedDecode, PagedPrefill
+from tierstore.gpu.attention.streamed import StreamedDecode, StreamedPrefill
+from tierstore.host.arena import HostArena
 
 ATTENTION = "tierstore"
 """The value of ``attn_implementation`` for this package."""
@@ -78,6 +83,8 @@ class _Kind:
     window: int | None
     scale: float
     dtype: torch.dtype
+    group: int = 0
+    """Index of the KV group if pages stream from host memory, else 0."""
 
 
 @dataclass(slots=True)
@@ -89,7 +96,9 @@ class _Planned:
 
     decode: PagedDecode
     prefill: PagedPrefill
-    now: PagedDecode | PagedPrefill | None = None
+    now: PagedDecode | PagedPrefill | StreamedDecode | StreamedPrefill | None = None
+    streamed: tuple[StreamedDecode, StreamedPrefill] | None = None
+    """The kernels for pages that stream from host memory. None until there are such pages."""
 
 
 @dataclass(slots=True)
@@ -99,12 +108,23 @@ class Plans:
     device: torch.device
     backend: Backend = "auto"
     """Always "auto", except in tests without a GPU."""
+    host: HostArena | None = None
+    """The host memory from which pages stream. None if all pages are in HBM."""
     _kinds: dict[_Kind, _Planned] = field(default_factory=dict)
+    _streams: dict[int, PageStream] = field(default_factory=dict)
+    """The open streams, by KV group."""
 
     def renew(self) -> None:
         """Discard all plans. Call this at the start of each forward pass."""
         for planned in self._kinds.values():
             planned.now = None
+
+    def close(self) -> None:
+        """End all streams, and wait until no copy reads host memory any more. Idempotent."""
+        streams, self._streams = self._streams, {}
+        self._kinds.clear()
+        for stream in streams.values():
+            stream.close()
 
     def suits(self, dtype: torch.dtype) -> bool:
         """Return whether the kernels support this dtype on this device."""
@@ -131,6 +151,7 @@ class Plans:
         pages: torch.Tensor,
         scale: float,
         window: int | None,
+        place: tuple[int, int],
     ) -> list[torch.Tensor]:
         """Return causal attention of each row's new tokens over its pages.
 
@@ -141,12 +162,15 @@ class Plans:
             pages: All pages of one layer, ``[num_slots, 2, page_size, num_kv_heads, head_dim]``.
             scale: Factor applied to the scores.
             window: Number of tokens that a query sees, including its own. None for all.
+            place: The index of the layer's KV group, and the layer's index in that group.
 
         Returns:
             ``[q, num_heads, head_dim]`` for each row.
         """
         first = queries[0]
-        kind = _Kind(first.shape[0], pages.shape[3], first.shape[2], window, scale, first.dtype)
+        streams = any(span.hosted for span in spans)
+        group = place[0] if streams else 0  # each KV group has a stream of its own
+        kind = _Kind(first.shape[0], pages.shape[3], first.shape[2], window, scale, first.dtype, group)
         planned = self._kinds.get(kind)
         if planned is None:
             planned = _Planned(
@@ -155,22 +179,73 @@ class Plans:
             )
             self._kinds[kind] = planned
         if planned.now is None:
+            if streams and planned.streamed is None:
+                stream = self._stream(group)
+                planned.streamed = (
+                    StreamedDecode(stream, backend=self.backend),
+                    StreamedPrefill(stream, backend=self.backend),
+                )
             planned.now = _plan(planned, spans, kind, pages.shape[2])
         rows = [query.transpose(0, 1) for query in queries]
-        found = planned.now.run(rows[0] if len(rows) == 1 else torch.cat(rows), pages)
+        query = rows[0] if len(rows) == 1 else torch.cat(rows)
+        if isinstance(planned.now, StreamedDecode | StreamedPrefill):
+            found = planned.now.run(query, pages, place[1])
+        else:
+            found = planned.now.run(query, pages)
         assert isinstance(found, torch.Tensor)
         return list(found.split([len(row) for row in rows]))
+
+    def _stream(self, group: int) -> PageStream:
+        """Return the stream of a KV group. Opens it if necessary, which allocates its ring on the device.
+
+        Raises:
+            CapacityError: Host memory could not be pinned, which the GPU needs in order to read it.
+        """
+        found = self._streams.get(group)
+        if found is None:
+            host = self.host
+            assert host is not None
+            if self.device.type == "cuda" and not host.wait_pinned(host.num_slots, _PINNED_S):
+                raise CapacityError(
+                    f"the request does not fit into HBM, and cannot stream pages from host memory, because it is not "
+                    f"pinned ({host.refused or 'host.pin'}): pin it, or raise hbm.capacity"
+                )
+            # More slabs than all pages fill would never be used.
+            layer = host.held.layout.specs[group].layer_nbytes
+            ring_nbytes = min(RING_NBYTES, 4 * host.num_slots * layer)
+            found = PageStream.open(host, self.device, ring_nbytes=ring_nbytes, group=group)
+            self._streams[group] = found
+        return found
+
+
+_PINNED_S = 60.0
+"""Maximum time to wait until host memory is pinned, in seconds."""
 
 
 def _plan(
     planned: _Planned, spans: Sequence[Span], kind: _Kind, page_size: int
-) -> PagedDecode | PagedPrefill:
+) -> PagedDecode | PagedPrefill | StreamedDecode | StreamedPrefill:
     tables = [span.pages[: -(-span.stop // page_size)] for span in spans]
     indptr = np.cumsum([0, *map(len, tables)])
     last = np.array([(span.stop - 1) % page_size + 1 for span in spans])
     shape = (kind.num_heads, kind.num_kv_heads, kind.head_dim, page_size)
     left, widths = -1 if kind.window is None else kind.window - 1, [span.stop - span.start for span in spans]
     indices = np.concatenate(tables)
+    if any(span.hosted for span in spans):
+        assert planned.streamed is not None
+        decode, prefill = planned.streamed
+        in_host = np.concatenate([np.arange(len(t)) < s.hosted for t, s in zip(tables, spans, strict=True)])
+        if max(widths) == 1:
+            decode.plan(
+                indptr, indices, last, *shape,
+                in_host=in_host, window_left=left, sm_scale=kind.scale, q_data_type=kind.dtype,
+            )  # fmt: skip
+            return decode
+        prefill.plan(
+            np.cumsum([0, *widths]), indptr, indices, last, *shape,
+            in_host=in_host, window_left=left, sm_scale=kind.scale, q_data_type=kind.dtype,
+        )  # fmt: skip
+        return prefill
     if max(widths) == 1:
         planned.decode.plan(
             indptr, indices, last, *shape,
@@ -326,6 +401,11 @@ class PagedLayer(Protocol):
     @property
     def window(self) -> int | None:
         """Return the number of tokens that a query sees, including its own. None for all earlier tokens."""
+        ...
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the index of the layer's KV group, and the layer's index in that group."""
         ...
 
     @property
@@ -531,8 +611,8 @@ def _attend_old(
     spans = [span for _, span in rows]
     news = [slice(query.shape[2] - (span.stop - span.start), None) for span in spans]
     queries = [query[row, :, new] for (row, _), new in zip(rows, news, strict=True)]
-    if layer.plans.suits(query.dtype):
-        found = layer.plans.attend(queries, spans, layer.layer_pages, scale, layer.window)
+    if any(span.hosted for span in spans) or layer.plans.suits(query.dtype):
+        found = layer.plans.attend(queries, spans, layer.layer_pages, scale, layer.window, layer.place)
     else:
         found = [
             attend_pages(q, layer.layer_pages, span.slots, span.stop, scale, layer.window)

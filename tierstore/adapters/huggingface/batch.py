@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,11 @@ from tierstore.adapters.huggingface.prefix import Tail
 from tierstore.adapters.huggingface.request import Terms
 from tierstore.adapters.huggingface.sequence import PagedSequence
 from tierstore.block_table import PrivateSlots
+from tierstore.errors import CapacityError, StoreClosed
 from tierstore.types import Tier
+
+_ROOM_S = 1.0
+"""Maximum time to wait for HBM that others use before pages of the request move to host memory, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class Span:
     """The row's block table, int64 ``[pages]``, on the pages' device. NO_PAGE for pages that were dropped."""
     pages: NDArray[np.int64]
     """The same block table in host memory."""
+    hosted: int = 0
+    """Number of the first pages that stream from host memory. Their entries in the block tables are host slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,8 @@ class PagedBatch:
         """The value of ``behind`` before ``owed``, during the forward pass that feeds these columns again."""
         self.shortened = False
         """Whether the cache has fewer columns than the caller may think, because such a pass was interrupted."""
+        self.in_parts = False
+        """Whether the current pass is one of several into which a call was divided, and not the last one."""
         self.copied_tokens = sum(row.copied_tokens for row in self.rows)
         self.reused_by_tier: Counter[Tier] = Counter()
         for pad, row in zip(self.paddings, self.rows, strict=True):
@@ -270,13 +279,13 @@ class PagedBatch:
             tokens = None if token_ids is None else token_ids[index][width - (end - start) :]
             writes[index] = (self.rows[index].begin(model, start, end, tokens), end)
         self._grow(writes)
-        hosts = {leader: np.array(self.rows[leader].table.slots, dtype=np.int64) for leader in writes}
+        hosts = {leader: self._block_table(self.rows[leader]) for leader in writes}
         device = self.terms.pages.device
         tables = {leader: torch.from_numpy(slots).to(device) for leader, slots in hosts.items()}
         spans = []
         for index, leader in enumerate(self._step):
             start, end = self._positions(index, model, width)
-            spans.append(Span(start, end, tables[leader], hosts[leader]))
+            spans.append(Span(start, end, tables[leader], hosts[leader], self.rows[leader].num_hosted))
         return spans, self._places(writes, tables, stop - width)
 
     def finish(self, model: int, width: int, token_ids: Sequence[Sequence[int]] | None) -> None:
@@ -287,7 +296,7 @@ class PagedBatch:
         for index in sorted(set(self._step)):
             start, stop = self._positions(index, model, width)
             tokens = None if token_ids is None else token_ids[index][width - (stop - start) :]
-            self.rows[index].finish(model, start, stop, tokens)
+            self.rows[index].finish(model, start, stop, tokens, certain=self.in_parts)
         # Only leaders were written. Replace each other row by a fork of its leader, but keep its own prompt.
         if self._step != list(range(len(self.rows))):
             expected = [row.expected for row in self.rows]
@@ -313,12 +322,17 @@ class PagedBatch:
         self.columns[model] = stop
 
     def reset(self) -> None:
-        """Remove all tokens. Unlike ``crop``, this also works after pages outside a window were dropped."""
+        """Remove all tokens. Unlike ``crop``, this also works after pages were dropped or moved to host memory.
+
+        No copy may read host memory any more.
+        """
         self.settle()
         self.behind = self._feeding = 0
         self.shortened = False
         for row in self.rows:
             row.reset()
+        if self.terms.host is not None:
+            self.terms.host.let_go()
         self.columns = [0] * self.terms.num_models
 
     def take_tail(self) -> Tail | None:
@@ -338,6 +352,41 @@ class PagedBatch:
         """Close all rows, which seals their full pages and frees all others. Idempotent."""
         for row in self.rows:
             row.close()
+        if self.terms.host is not None:
+            with suppress(StoreClosed):
+                self.terms.host.let_go()
+
+    @property
+    def most_columns(self) -> int:
+        """Return how many columns a pass may have so that the pages that it writes fit into HBM."""
+        each = self.terms.hbm_slots // len(self.rows)
+        return max(1, (each - 1) * self.terms.pages.page_size)
+
+    def too_wide(self, width: int) -> bool:
+        """Return whether a pass of ``width`` columns must be divided, because HBM cannot hold all pages that it writes.
+
+        Raises:
+            CapacityError: Not even HBM and host memory together can hold these pages.
+        """
+        host, size = self.terms.host, self.terms.pages.page_size
+        if host is None or width <= self.most_columns:
+            return False
+        pages, room = len(self.rows) * (width // size), self.terms.hbm_slots + host.num_slots - len(host)
+        if pages > room:
+            raise CapacityError(
+                f"{width} new tokens in {len(self.rows)} sequences need {pages} pages, but HBM and host memory have "
+                f"room for {room} ({self.terms.hbm_slots} and {host.num_slots} pages, {len(host)} of them in use by "
+                "this request): raise host.capacity or hbm.capacity, or shorten the prompt"
+            )
+        return True
+
+    def tight(self, width: int) -> bool:
+        """Return whether older pages may have to leave HBM before a pass of ``width`` columns."""
+        if self.terms.host is None:
+            return False
+        used = {slot for row in self.rows for slot in row.slots}
+        new = len(self.rows) * (width // self.terms.pages.page_size + 2)
+        return len(used) + new > self.terms.hbm_slots
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -372,7 +421,7 @@ class PagedBatch:
     def _grow(self, writes: dict[int, tuple[int, int]]) -> None:
         needs = {index: self.rows[index].missing_slots(*write) for index, write in writes.items()}
         total = sum(needs.values())
-        slots = self.terms.store.allocate(total, timeout_s=self.terms.space_s) if total else []
+        slots = self._allocate(total) if total else []
         for index, count in needs.items():
             taken, slots = slots[:count], slots[count:]
             # If an earlier row has just copied a page that it shared with this row, the page is no longer
@@ -381,6 +430,40 @@ class PagedBatch:
             if spare:
                 self.terms.store.free(taken[:spare])
             self.rows[index].grow(*writes[index], taken[spare:])
+
+    def _allocate(self, count: int) -> list[int]:
+        """Allocate slots. If HBM is full, the request's oldest pages move to host memory to make room."""
+        store, wait_s = self.terms.store, self.terms.space_s
+        used = {slot for row in self.rows for slot in row.slots}
+        if self.terms.host is None or count > self.terms.hbm_slots:
+            return store.allocate(count, timeout_s=wait_s)
+        # Others that use the rest of HBM may be about to free it.
+        fits = len(used) + count <= self.terms.hbm_slots
+        wait_s = min(_ROOM_S, wait_s) if fits else 0.0
+        with suppress(CapacityError):
+            return store.allocate(count, timeout_s=wait_s)
+        depth = self._depth(count)
+        for row in self.rows:
+            row.move_down(depth)
+        return store.allocate(count, timeout_s=self.terms.space_s)
+
+    def _depth(self, count: int) -> int:
+        """Return how many pages every row must move down so that ``count`` slots become free, or all if too few do."""
+        movable = [row.movable for row in self.rows]
+        longest = max(map(len, movable))
+        for depth in range(1, longest):
+            kept = {
+                slot for row, own in zip(self.rows, movable, strict=True) for slot in row.slots[len(own) :]
+            }
+            kept |= {slot for own in movable for slot in own[depth:]}
+            if len({slot for own in movable for slot in own[:depth]} - kept) >= count:
+                return depth
+        return longest
+
+    def _block_table(self, row: PagedSequence) -> NDArray[np.int64]:
+        slots = np.array(row.table.slots, dtype=np.int64)
+        slots[: row.num_hosted] = row.hosted[: row.num_hosted]
+        return slots
 
     def _places(
         self, writes: dict[int, tuple[int, int]], tables: dict[int, torch.Tensor], first_column: int

@@ -35,17 +35,26 @@ from tierstore.adapters.huggingface.forward_args import (
     fed_shape,
     fed_tokens,
     from_column,
+    joined_columns,
     last_columns,
+    up_to_column,
     with_tokens_before,
 )
 from tierstore.adapters.huggingface.hooks import attach
 from tierstore.adapters.huggingface.identity import check_weights, plain_model, weights_now
 from tierstore.adapters.huggingface.model_spec import check_pages, checked_shape, common_window, kv_shape
 from tierstore.adapters.huggingface.prefix import Tail, given_back
-from tierstore.adapters.huggingface.request import PageGroups, Storing, Terms, root_of, unpadded
+from tierstore.adapters.huggingface.request import (
+    HostPages,
+    PageGroups,
+    Storing,
+    Terms,
+    root_of,
+    unpadded,
+)
 from tierstore.keys import Extra
 from tierstore.store import TierStore
-from tierstore.types import Tier
+from tierstore.types import Tier, require_flag
 
 
 class LayerOwner(Protocol):
@@ -218,7 +227,8 @@ class PagedCache(Cache):
         shape = kv_shape(model.config)
         self.batch = batch
         self.spans: Sequence[Span] = ()
-        self.plans = Plans(batch.terms.pages.device)
+        terms = batch.terms
+        self.plans = Plans(terms.pages.device, host=None if terms.host is None else terms.store.host_memory)
         self.unread = False
         self.handed: tuple[int, Handed] | None = None
         self._number = number
@@ -237,6 +247,8 @@ class PagedCache(Cache):
         """The compute rate that measures the current pass. None if the pass is not measured."""
         self._asked = 0
         """Number of columns that the caller fed to the current pass, if others were prepended; else 0."""
+        self._before: list[tuple[Any, int]] = []
+        """The outputs of the passes that fed earlier columns of the current call, each with its number of columns."""
         groups = batch.terms.pages.groups[first_group:]
         layers: list[Any] = [
             TierStoreLayer(
@@ -322,6 +334,7 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Remove all tokens of all models. The cache of a draft model removes only that model's tokens."""
         if self._number == 0:
+            self.plans.close()
             self.batch.reset()
         else:
             self.batch.crop(self._number, self.columns)
@@ -352,6 +365,7 @@ class PagedCache(Cache):
         """Stop taking part in forward passes. The last open cache of a model removes the hooks. Idempotent."""
         self._closed = True
         self._detach()
+        self.plans.close()
 
     def expect_prompt(self, input_ids: torch.Tensor) -> None:
         """Raise ValueError if the prompts that ``generate`` got are not those that this cache was created for.
@@ -382,6 +396,9 @@ class PagedCache(Cache):
         if fed_again(args, kwargs, self.columns, self.batch.paddings):
             self._expect(fed_tokens(args, kwargs), 0)
             args, kwargs = from_column(args, kwargs, self.columns)
+        args, kwargs, before = self._feed_in_parts(module, args, kwargs)
+        self._before, first = before, self.columns
+        self._masks, self._positions = [], []
         self._fed = fed_tokens(args, kwargs)
         if self._fed is not None:
             self._hooks.forget_positions()
@@ -394,6 +411,9 @@ class PagedCache(Cache):
         # Pages can only arrive layer by layer during the pass if the tokens are known and no row will be
         # repeated: repeated rows copy pages before the first layer is computed.
         alone = self._fed is not None and len(self._fed) == len(self.batch.rows)
+        # Pages that move to host memory to make room must have arrived.
+        if self.batch.arriving:
+            alone = alone and not self.batch.tight(fed_shape(args, kwargs)[1])
         if not (alone and self.batch.comes()):
             self.batch.settle()
         self._asked = 0
@@ -425,11 +445,39 @@ class PagedCache(Cache):
             return module(*args, **kwargs)
         self.batch.finish(self._number, self._width, self._fed)
         self._fed, self._next_layer = None, 0
-        return last_columns(output, asked, self._width) if asked else None
+        if asked:
+            output = last_columns(output, asked, self._width)
+        before, self._before = self._before, []
+        if before:
+            outputs, widths = zip(*before, strict=True)
+            output = joined_columns([*outputs, output], [*widths, asked or self._width])
+        return output if asked or before else None
 
     def _leave_pass(self) -> None:
         """After a failed pass, let the next pass prepend the same columns again."""
         self.batch.not_fed()
+
+    def _feed_in_parts(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Any, int]]]:
+        """If HBM cannot hold all pages that a pass writes, feed its first columns in passes of their own.
+
+        Between these passes, pages can move to host memory.
+
+        Returns:
+            The arguments for the last columns, and the output and the number of columns of each earlier pass.
+        """
+        before: list[tuple[Any, int]] = []
+        while (width := fed_shape(args, kwargs)[1]) and self.batch.too_wide(width):
+            stop = self.batch.most_columns
+            part = up_to_column(args, kwargs, self.columns, stop)
+            self.batch.in_parts = True
+            try:
+                before.append((module(*part[0], **part[1]), stop))
+            finally:
+                self.batch.in_parts = False
+            args, kwargs = from_column(args, kwargs, stop)
+        return args, kwargs, before
 
     def _measure(self, first: int) -> None:
         """Start to measure the pass if it runs on the CPU, has a single row and does not wait for pages."""
@@ -623,6 +671,7 @@ class TierStoreCache(PagedCache):
         wait_for_room_s: float | None = None,
         storing: Storing = "all",
         exact: bool = False,
+        streaming: bool = True,
         tail: Tail | None = None,
     ) -> None:
         """Look up the prompts and load their stored prefixes.
@@ -652,6 +701,9 @@ class TierStoreCache(PagedCache):
             storing: "all", "memory-only" (never on disk), "read-only" (reuse pages, store none) or "no-store"
                 (neither reuse nor store pages).
             exact: Whether to ignore pages that went through a lossy codec or were computed from such pages.
+            streaming: Whether pages that do not fit into HBM may stream from host memory in every forward pass.
+                Otherwise such a request fails with CapacityError. Requests with a draft model, without
+                stored pages ("read-only", "no-store") or with ``host.codec`` never stream.
             tail: A partially filled page that ``take_tail`` returned. The cache takes ownership of it, even
                 if an exception is raised.
 
@@ -674,12 +726,15 @@ class TierStoreCache(PagedCache):
                 store, models, told=any(not isinstance(item, tuple) for item in extra)
             )
             extra = (*extra, *changed)
+            require_flag("streaming", streaming)
+            window = common_window(shapes)
+            streams = streaming and draft is None and window is None and storing in ("all", "memory-only")
             terms = Terms(
                 store=store,
                 pages=pages,
                 num_models=len(models),
                 weights=weights,
-                window=common_window(shapes) if len(prompts) == 1 else None,
+                window=window if len(prompts) == 1 else None,
                 root=root_of(store, pages.page_size, salt, extra),
                 salt=salt,
                 extra=extra,
@@ -689,6 +744,7 @@ class TierStoreCache(PagedCache):
                 compute_s=partial(_rate_of(models[0]).seconds, 0),
                 storing=storing,
                 exact=exact,
+                host=HostPages.of(store) if streams else None,
             )
         # a copy, because the caller may reuse its tensor
         self._prompt = torch.as_tensor(input_ids).clone()

@@ -195,6 +195,23 @@ def from_column(
     return args, {**kwargs, **cut}
 
 
+def up_to_column(
+    args: tuple[Any, ...], kwargs: dict[str, Any], columns: int, stop: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a pass that feeds only the first ``stop`` of its columns to a cache with ``columns``."""
+    if args:
+        args = (args[0][:, :stop], *args[1:])
+    cut = {}
+    for name in _BY_COLUMN:
+        given = kwargs.get(name)
+        if isinstance(given, torch.Tensor):
+            cut[name] = given[..., :stop] if name == "position_ids" else given[:, :stop]
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        cut["attention_mask"] = mask[:, : columns + stop]
+    return args, {**kwargs, **cut}
+
+
 def fed_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     """Return the number of rows and columns that are fed.
 
@@ -249,6 +266,27 @@ def last_columns(output: Any, width: int, of: int) -> Any:
         for name, each in output.items():
             output[name] = last_columns(each, width, of)
     return output
+
+
+def joined_columns(outputs: Sequence[Any], widths: Sequence[int]) -> Any:
+    """Join the outputs of passes that fed consecutive columns. Mappings are changed in place.
+
+    Args:
+        outputs: The outputs, in order.
+        widths: The number of columns of each pass.
+    """
+    last = outputs[-1]
+    if isinstance(last, torch.Tensor):
+        by_column = all(
+            each.ndim > 1 and each.shape[1] == width for each, width in zip(outputs, widths, strict=True)
+        )
+        return torch.cat(list(outputs), 1) if by_column else last
+    if isinstance(last, tuple):
+        return tuple(joined_columns(parts, widths) for parts in zip(*outputs, strict=True))
+    if isinstance(last, MutableMapping):
+        for name in last:
+            last[name] = joined_columns([each[name] for each in outputs], widths)
+    return last
 
 
 def last_positions(positions: torch.Tensor | None, rows: int) -> list[int] | None:

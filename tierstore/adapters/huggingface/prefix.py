@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tierstore.adapters.huggingface.request import PageGroups, Terms
+from tierstore.adapters.huggingface.request import HostPages, PageGroups, Terms
 from tierstore.adapters.radix import RadixIndex, RadixMatch
 from tierstore.block_table import BlockTable
 from tierstore.errors import CapacityError, StoreClosed
@@ -238,10 +238,12 @@ class Holding:
         lease = self._lease.lease
         return self._lease.holders == 1 and self.pages == pages and (bool(pages) or not lease.keys)
 
-    def seal(self, start: int, keys: Sequence[PageKey], slots: Sequence[int]) -> list[int]:
+    def seal(
+        self, start: int, keys: Sequence[PageKey], slots: Sequence[int], parent: PageKey | None
+    ) -> list[int]:
         """Put pages into the store under the lease, which then pins them.
 
-        ``start`` is the number of the first of these pages within the sequence.
+        ``start`` is the number of the first of these pages within the sequence, and ``parent`` the page before it.
 
         Return the slots in which the store keeps the pages. They differ from ``slots`` where the store had a
         page already. With ``Terms.exact``, the store may accept only the first pages.
@@ -251,6 +253,7 @@ class Holding:
             slots,
             lease=self._lease.lease,
             memory_only=self._terms.storing == "memory-only",
+            parent=parent,
         )
         self._sealed += len(kept)
         self.pages = range(self.pages.start, start + len(kept))
@@ -370,6 +373,8 @@ class Opening:
     """Tracks the pages that are still in flight. None if all have arrived."""
     missed: str | None = None
     """Why the prefix is not longer: a value of ``Lease.missing_because``, "late", or None if unknown."""
+    hosted: list[int] = field(default_factory=list)
+    """The host slots of the first pages, if the prefix stays in host memory. ``table`` has no slots for them."""
 
 
 def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Tail | None) -> Opening:
@@ -380,11 +385,20 @@ def open_prefix(terms: Terms, table: BlockTable, prompt: Sequence[int], tail: Ta
     """
     with given_back(terms.store, tail):
         keys = terms.store.keys(prompt, salt=terms.salt, extra=terms.extra) if terms.looks_up else []
-        lease, slots, tiers, missed = _hold(terms, keys, table.page_size)
+        hosted: list[int] = []
+        # If the prompt has at least as many pages as HBM, they do not fit even if nothing else is in HBM.
+        fits = terms.host is None or len(keys) < terms.hbm_slots
+        lease, slots, tiers, missed = _hold(terms, keys if fits else [], table.page_size)
+        if terms.host is not None and not fits:
+            lease.release()
+            hosted, tiers, missed = _keep_in_host(terms, terms.host, keys)
+            lease, slots = terms.store.acquire([], exact=terms.exact), []
     first = len(tiers) - len(slots)
     table.reuse(slots, first)
-    opening = Opening(table, SharedLease(lease), range(first, len(tiers)), keys=keys, missed=missed)
-    if terms.by_layers:
+    opening = Opening(
+        table, SharedLease(lease), range(first, len(tiers)), keys=keys, missed=missed, hosted=hosted
+    )
+    if terms.by_layers and not hosted:
         opening.arrival = Arrival(terms.pages, lease, slots, terms.arrival_s(len(tiers) * table.page_size))
     opening.origins = [(tier, table.page_size) for tier in tiers]
     try:
@@ -471,14 +485,48 @@ def _hold(
     return store.acquire([], exact=terms.exact), [], [], missed
 
 
-def _comes(terms: Terms, lease: Lease) -> bool:
+def _keep_in_host(
+    terms: Terms, host: HostPages, keys: Sequence[PageKey]
+) -> tuple[list[int], list[Tier], str | None]:
+    """Bring the stored prefix of ``keys`` into host memory, and hold it there for the request.
+
+    Pages that only the disk has are loaded into HBM in between, some at a time.
+
+    Returns:
+        The host slots, the tiers in which the pages were found, and the reason why the next page is missing.
+    """
+    store = terms.store
+    found = store.match(keys, exact=True).tiers
+    slots: list[int] = []
+    step = max(1, terms.hbm_slots // 2)
+    while len(slots) < len(found):
+        there = host.find(keys[len(slots) : len(found)])
+        slots += there
+        following = keys[len(slots) : min(len(slots) + step, len(found))]
+        if there or not following:
+            continue
+        room_s = terms.room_s(len(following) * terms.pages.page_size)
+        with store.acquire(following, exact=True, wait_for_room_s=room_s) as lease:
+            state = terms.pages.reach(lease, terms.arrival_s(len(following) * terms.pages.page_size))
+            count = lease.num_pages if state is LeaseState.READY else 0
+            if not count:
+                break
+            try:
+                slots += host.take(following[:count], terms.space_s)
+            except CapacityError:
+                break
+    missed = "no_room" if len(slots) < len(found) else "not_found"
+    return slots, list(found[: len(slots)]), None if len(slots) == len(keys) else missed
+
+
+def _comes(terms: Terms, lease: Lease, *, whole: bool = False) -> bool:
     """Wait up to ``Terms.arrival_s`` for the leased pages. Return False if they did not arrive in time.
 
-    With ``Terms.by_layers``, wait only until the copies of the first layer have been submitted, and do not
-    wait at all if all pages are in memory.
+    With ``Terms.by_layers``, and unless ``whole``, wait only until the copies of the first layer have been submitted,
+    and do not wait at all if all pages are in memory.
     """
     wait_s = terms.arrival_s(lease.num_pages * terms.pages.page_size)
-    if not terms.by_layers:
+    if whole or not terms.by_layers:
         return terms.pages.reach(lease, wait_s) is not LeaseState.PENDING
     if all(terms.store.tiers[tier].in_memory for tier in set(lease.tiers)):
         return True
@@ -520,7 +568,7 @@ def _copy_half_page(terms: Terms, opening: Opening, prompt: Sequence[int], keys:
         exact = opening.lease.lease.exact
         lease = terms.store.acquire([match.next_key], deadline_s=terms.deadline_s, exact=exact)
         try:
-            comes = _comes(terms, lease)
+            comes = _comes(terms, lease, whole=bool(opening.hosted))
             if comes and lease.num_pages:
                 _copy(terms, opening, lease, match.next_tokens)
                 return

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from time import monotonic, sleep
 from typing import Literal, get_args
 
 import torch
 
 from tierstore.adapters.huggingface.identity import State
+from tierstore.errors import CapacityError
 from tierstore.gpu.pool import GroupedPages
 from tierstore.keys import Extra
 from tierstore.lease import Lease
 from tierstore.store import TierStore
-from tierstore.types import LeaseState, require_flag, require_seconds, require_time, seconds_at_most
+from tierstore.types import (
+    LeaseState,
+    PageKey,
+    Tier,
+    require_flag,
+    require_seconds,
+    require_time,
+    seconds_at_most,
+)
 
 
 class PageGroups:
@@ -79,6 +90,102 @@ class PageGroups:
         """Copy layer ``index`` of KV group ``group`` from slot ``src`` to slot ``dst``."""
         pages = self.groups[group]
         pages[dst, index].copy_(pages[src, index])
+
+
+_POLL_S = 0.001
+_ASK_AGAIN = 100
+"""Number of polls after which pages that have not arrived in host memory are demoted again."""
+
+
+class HostPages:
+    """The pages of one request that stay in host memory and stream from there, because HBM has no room for them.
+
+    They are leased until ``let_go``, so that copies that are queued ahead never read changed pages. Not thread-safe.
+    """
+
+    def __init__(self, store: TierStore) -> None:
+        """Use the HOST tier of ``store``, which must have one."""
+        self._store = store
+        self._leases: list[Lease] = []
+        self._slots: set[int] = set()
+        arena = store.host_memory
+        assert arena is not None
+        self.num_slots = arena.num_slots
+        """Number of pages that host memory can hold."""
+
+    @staticmethod
+    def of(store: TierStore) -> HostPages | None:
+        """Return the pages of a new request, or None if pages of this store cannot be streamed.
+
+        Pages stream from host memory only as they were computed, so they cannot if ``host.codec`` is not none.
+        """
+        arena = store.host_memory
+        return None if arena is None or arena.held.encoded else HostPages(store)
+
+    def __len__(self) -> int:
+        """Return the number of different pages that are held."""
+        return len(self._slots)
+
+    def find(self, keys: Sequence[PageKey]) -> list[int]:
+        """Hold the longest prefix of ``keys`` that is in host memory and exact. Return its host slots."""
+        lease = self._store.acquire(keys, exact=True, keep_in=Tier.HOST)
+        return self._hold(lease)
+
+    def take(self, keys: Sequence[PageKey], timeout_s: float) -> list[int]:
+        """Move pages that the caller has leased in HBM to host memory, and hold them there. Return their host slots.
+
+        Their HBM slots are free once the caller has released its lease.
+
+        Raises:
+            CapacityError: Host memory had no space for them in time, or they are not exact. Nothing has changed.
+        """
+        lease = self._store.acquire(keys, exact=True, keep_in=Tier.HOST)
+        if lease.missing and lease.missing_because != "inexact":
+            until = monotonic() + timeout_s
+            full = len(self._slots) + len(keys) > self.num_slots
+            for polls in count():
+                lease.release()
+                if polls % _ASK_AGAIN == 0 and not full:
+                    self._store.demote(keys, Tier.HOST, exactly=True)
+                self._store.poll()
+                lease = self._store.acquire(keys, exact=True, keep_in=Tier.HOST)
+                if full or not lease.missing or monotonic() >= until:
+                    break
+                sleep(_POLL_S)
+        if lease.missing:
+            why = lease.missing_because
+            lease.release()
+            if why == "inexact":
+                raise CapacityError(
+                    "HBM is full, and pages of this request that went through a lossy codec cannot be streamed "
+                    "from host memory: raise hbm.capacity, or use exact=True"
+                )
+            raise CapacityError(
+                f"HBM is full, and host memory ({self.num_slots} pages, of which this request holds "
+                f"{len(self._slots)}) had no space for {len(keys)} more pages of this request within {timeout_s} s: "
+                "raise host.capacity or hbm.capacity"
+            )
+        return self._hold(lease)
+
+    def let_go(self) -> None:
+        """Release all pages. No copy may read them any more. Idempotent.
+
+        Raises:
+            StoreClosed: The store is closed.
+        """
+        leases, self._leases = self._leases, []
+        self._slots.clear()
+        for lease in leases:
+            lease.release()
+
+    def _hold(self, lease: Lease) -> list[int]:
+        slots = lease.slots
+        if not slots:
+            lease.release()
+            return slots
+        self._leases.append(lease)
+        self._slots.update(slots)
+        return slots
 
 
 Storing = Literal["all", "memory-only", "read-only", "no-store"]
@@ -146,6 +253,8 @@ class Terms:
     storing: Storing = "all"
     exact: bool = False
     """Whether to recompute pages that went through a lossy codec or were computed from such pages."""
+    host: HostPages | None = None
+    """The pages that stream from host memory. None if the request must fit into HBM."""
 
     def __post_init__(self) -> None:
         check_storing(self.storing)
@@ -186,6 +295,11 @@ class Terms:
         if self.wait_for_room_s is not None:
             return min(self.wait_for_room_s, most)
         return min(_between(_ROOM_S, self.compute_s(num_tokens)), most)
+
+    @property
+    def hbm_slots(self) -> int:
+        """Return the number of pages that HBM can hold."""
+        return len(self.pages.groups[0])
 
     @property
     def looks_up(self) -> bool:

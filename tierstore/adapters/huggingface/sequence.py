@@ -2,6 +2,7 @@
 
     sealed pages     owned by the store, pinned by this sequence's lease, read-only; later requests can reuse them
     private pages    owned by this sequence or shared with its forks; writable if not shared; freed on close
+    hosted pages     the first pages, if they stream from host memory: sealed, and without a slot in HBM
 
 This module works with tokens, keys and slots, and is independent of transformers. Feeding a token that is
 already in the pages at its position writes nothing, so the last token of a fully stored prompt is computed
@@ -118,6 +119,8 @@ class PagedSequence:
         """Number of leading tokens that cannot be rejected drafts, so their pages may be sealed."""
         self._others_write = False
         """Whether other requests may still be writing pages of this sequence."""
+        self.hosted: list[int] = []
+        """Host slots that ``Terms.host`` holds. Those of the first ``num_hosted`` pages are used."""
 
     @classmethod
     def open(
@@ -138,6 +141,7 @@ class PagedSequence:
         sequence._holding = Holding(terms, opening.lease, opening.leased)
         sequence._keys, sequence.arrival = PageKeys(terms, prompt, opening.keys), opening.arrival
         sequence.origins, sequence.copied_tokens = opening.origins, opening.copied_tokens
+        sequence.hosted = opening.hosted
         sequence.missed = opening.missed
         count = sequence.table.num_tokens
         sequence.written = [Written(count, list(prompt[:count])) for _ in range(terms.num_models)]
@@ -237,8 +241,42 @@ class PagedSequence:
             for copy in self.table.extend(stop, slots, first):
                 self._terms.pages.copy(copy.src, copy.dst)
 
-    def finish(self, model: int, start: int, stop: int, token_ids: Sequence[int] | None) -> None:
+    @property
+    def num_hosted(self) -> int:
+        """Return the number of the first pages that stream from host memory. ``table`` counts them as dropped."""
+        return self.table.first_page if self.hosted else 0
+
+    @property
+    def movable(self) -> list[int]:
+        """Return the HBM slots of the pages that ``move_down`` can move, oldest first."""
+        stop = 0 if self._holding is None or self.arrival is not None else self._holding.pages.stop
+        return self.table.slots[
+            self.table.first_page : min(stop, self.table.num_tokens // self.table.page_size)
+        ]
+
+    def move_down(self, count: int) -> None:
+        """Move the first ``count`` pages of ``movable`` to host memory, from where they stream from now on.
+
+        Raises:
+            CapacityError: Host memory had no space in time. Nothing has changed.
+        """
+        assert self._terms.host is not None
+        count = min(count, len(self.movable))
+        if not count or self._holding is None:
+            return
+        start = self.table.first_page
+        stop = start + count
+        # An interrupted call may have left more host slots than pages without a slot in HBM.
+        self.hosted[start:] = self._terms.host.take(self._keys_to(stop)[start:], self._terms.space_s)
+        self._give_back(self.table.drop_before(stop * self.table.page_size))
+        self._own_lease(self._holding.pages.stop)
+
+    def finish(
+        self, model: int, start: int, stop: int, token_ids: Sequence[int] | None, *, certain: bool = False
+    ) -> None:
         """Record that ``model`` has written tokens ``[start, stop)`` in all layers.
+
+        ``certain`` says that none of them is a draft.
 
         Pages that all models have filled are sealed, unless they contain draft tokens that may still be rejected.
         Pages that no window needs any more are released.
@@ -253,7 +291,7 @@ class PagedSequence:
         self.table.advance(max(self.table.num_tokens, stop))
         if model == 0:
             # After the prompt, all tokens of a short pass except the first may be drafts, which may be removed.
-            drafts = stop - start <= ROLLBACK
+            drafts = stop - start <= ROLLBACK and not certain
             self._confirmed = max(start + 1, min(stop, len(self.expected))) if drafts else stop
         self._seal(self._confirmed)
         self._wait_for_writers()
@@ -269,6 +307,12 @@ class PagedSequence:
         """
         window = self._terms.window
         needed = 0 if window is None else max(0, num_tokens - window + 1) // self.table.page_size
+        if num_tokens < self.num_hosted * self.table.page_size:
+            raise ValueError(
+                f"cannot go back to {num_tokens} tokens: the first {self.num_hosted} pages of "
+                f"{self.table.page_size} tokens stream from host memory and are not writable. Reset the cache instead"
+            )
+        needed = max(needed, self.num_hosted)
         if needed < self.table.first_page:
             raise ValueError(
                 f"cannot go back to {num_tokens} tokens: pages in the next token's window were dropped. Reset the "
@@ -293,6 +337,7 @@ class PagedSequence:
         self._keys.cut(0)
         self._others_write = False
         self._give_back(self.table.clear())
+        self.hosted = []
         if self._holding is not None:
             self._holding.nothing()
 
@@ -307,6 +352,7 @@ class PagedSequence:
         other._keys = self._keys.copy()
         other._holding = None if self._holding is None else self._holding.share()
         other._confirmed = self._confirmed
+        other.hosted = list(self.hosted)
         other._others_write = self._others_write
         return other
 
@@ -379,7 +425,8 @@ class PagedSequence:
         keys = self._keys_to(pages.stop)
         mine = self.table.slots[pages.start : pages.stop]
         assert self._holding is not None
-        kept = self._holding.seal(pages.start, keys[pages.start :], mine)
+        parent = keys[pages.start - 1] if pages.start else None
+        kept = self._holding.seal(pages.start, keys[pages.start :], mine, parent)
         self.table.seal(pages.start, kept, self.table.generation)
         self._others_write |= kept != mine[: len(kept)]
         stop = pages.start + len(kept)
