@@ -1,7 +1,7 @@
-"""Measures attention over contexts larger than HBM, whose other pages stream from host memory in every step.
+"""Measures attention over contexts larger than HBM. The pages beyond HBM stream from host memory in every step.
 
-Only attention is computed, for the KV shape of an 8B model with random K, V and queries. The ceiling is one contiguous
-copy from page-locked memory in the same process. There are four parts:
+Only attention is computed, for the KV shape of an 8B model with random K, V and queries. The rate of the link is that
+of contiguous copies from page-locked memory in the same process. There are four parts:
 
 - ``one``: one sequence decodes. The roofline is the time in which the link copies the bytes that are not in HBM.
 - ``questions``: many sequences (questions) share a document. Each streamed page is copied once for all of them. They
@@ -10,7 +10,7 @@ copy from page-locked memory in the same process. There are four parts:
   questions read the document together (``shared``).
 - ``long`` and ``int8``: one sequence decodes 16 tokens over a context that needs most of host memory.
 
-The ring of the stream counts as HBM for pages. Errors are relative to attention over pages that are all in HBM, unless
+The ring counts towards the HBM for pages. Errors are relative to attention over pages that are all in HBM, unless
 their names say that they are relative to float64.
 
     python -m benchmarks.streamed_attention --part one --json
@@ -230,7 +230,7 @@ def _error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Return the peak of HBM since the last reset and of the process in host memory, in GiB."""
+    """Return the peak use of HBM since the last reset, and of host memory by this process, in GiB."""
     found = {"peak_host_gib": getrusage(RUSAGE_SELF).ru_maxrss / (1 << 20)}
     if device.type == "cuda":
         found["peak_hbm_gib"] = torch.cuda.max_memory_allocated(device) / (1 << 30)

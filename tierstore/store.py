@@ -853,9 +853,9 @@ class TierStore:
         Args:
             keys: The pages.
             tier: The destination.
-            exactly: Whether pages must get a copy in ``tier`` itself. Without it, a page that a lower tier has
-                already is only dropped from the tiers above. A page that is being copied to a lower tier at the
-                moment may still be without a copy in ``tier`` afterwards; then call again.
+            exactly: Whether pages must get a copy in ``tier`` itself. If not, a page that is already in
+                a lower tier is only dropped from the tiers above. A page that is being copied to a lower tier at
+                the moment may have no copy in ``tier`` afterwards; call again in this case.
 
         Returns:
             The number of pages that some tier has, and that will be moved unless a copy fails.

@@ -1,4 +1,4 @@
-"""The ``plan`` command: what fits into each tier, how long a restore takes, and how fast a document is streamed."""
+"""The ``plan`` command: what fits into each tier, how long a restore takes, and how fast streamed documents decode."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def plan(
 ) -> None:
     """Show how many tokens of a model fit into each tier, and how restoring compares with recomputing.
 
-    For documents that do not fit into HBM, also shows how fast they can be decoded while their other pages
-    stream from host memory.
+    For documents that do not fit into HBM, also shows how fast they can be decoded while the pages that are not
+    in HBM stream from host memory.
 
     Measures a copy, the disk (with a temporary file of at most 256 MiB) and a matrix multiplication on this
     machine. Does not open a store. Exit code 1 if a store with this configuration and model could not be

@@ -409,7 +409,7 @@ class Residency:
     def has_prefix(self, key: PageKey) -> bool:
         """Return whether the page and all known pages before it have a copy, readable or in flight.
 
-        Takes constant time. False also while it is still being worked out which pages are reachable.
+        Takes constant time. Also returns False while the set of reachable pages is still being computed.
         """
         return self.held(key) and key not in self.orphans and not self.orphans.pending
 

@@ -324,7 +324,7 @@ class PagedBatch:
     def reset(self) -> None:
         """Remove all tokens. Unlike ``crop``, this also works after pages were dropped or moved to host memory.
 
-        No copy may read host memory any more.
+        Call it only after all copies from host memory have completed.
         """
         self.settle()
         self.behind = self._feeding = 0

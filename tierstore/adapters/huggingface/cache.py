@@ -702,8 +702,8 @@ class TierStoreCache(PagedCache):
                 (neither reuse nor store pages).
             exact: Whether to ignore pages that went through a lossy codec or were computed from such pages.
             streaming: Whether pages that do not fit into HBM may stream from host memory in every forward pass.
-                Otherwise such a request fails with CapacityError. Requests with a draft model, without
-                stored pages ("read-only", "no-store") or with ``host.codec`` never stream.
+                Otherwise such a request fails with CapacityError. Requests with a draft model, requests that store no
+                pages ("read-only", "no-store") and stores with ``host.codec`` never stream.
             tail: A partially filled page that ``take_tail`` returned. The cache takes ownership of it, even
                 if an exception is raised.
 

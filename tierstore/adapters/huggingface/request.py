@@ -168,7 +168,7 @@ class HostPages:
         return self._hold(lease)
 
     def let_go(self) -> None:
-        """Release all pages. No copy may read them any more. Idempotent.
+        """Release all pages. Call it only after all copies that read them have completed. Idempotent.
 
         Raises:
             StoreClosed: The store is closed.

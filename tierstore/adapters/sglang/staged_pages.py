@@ -1,12 +1,12 @@
-"""Pages of an engine's host memory on the NVMe tier, copied through staging buffers, and kept in host memory of ours.
+"""Pages of an engine's host memory on the NVMe tier, copied through staging buffers, and kept in our own memory.
 
 This module serves engines whose host memory must not be touched after a call has returned. A page is copied to the
 engine's memory only after its checksum was verified, and a read that hangs can only write to a staging buffer. Calls
 block, but never longer than their deadline.
 
 With a host cache, a page that was stored or read stays in its staging buffer, and another buffer takes the place of
-this one (``HostCache``). Such a page is not copied a second time, and not verified again, because it has not left our
-memory since it was verified or taken from the engine.
+that buffer (``HostCache``). Such a page is not copied a second time, and not verified again, because it has not left
+our memory since it was verified or taken from the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.threads import Worker
 from tierstore.types import exact_size
 
 LOADING_SHARE = 4
-"""The staging buffers divided by those for reads. The rest is for writes, of which many are made durable together."""
+"""One in this many staging buffers is for reads. The others are for writes, of which many are made durable together."""
 
 CLOSE_S = 30.0
 """Longest time in seconds that closing may take."""
@@ -49,7 +49,7 @@ A group has at most ``_GROUP_NBYTES`` bytes, and a call that reads has at least 
 """
 
 OUTCOMES = ("hit", "miss", "stored", "refused", "timeout")
-"""What the counters of pages are called."""
+"""Names of the counters of pages."""
 
 Copy = Callable[[Sequence[int], NDArray[np.uint8], Sequence[int]], None]
 """Function ``copy(pages, memory, rows)`` that copies pages of the engine from or to rows of the staging buffers."""
@@ -79,7 +79,7 @@ class _Put:
 
 
 class StagedPages:
-    """Pages of one size on an NVMe tier, in host memory of ours or both, for an engine's memory. Thread-safe.
+    """Pages of one size, kept for an engine on an NVMe tier, in our own memory, or in both. Thread-safe.
 
     The tier's I/O threads report completions through ``_wake``. Callers wait for them on ``_changed``.
     """
@@ -126,7 +126,7 @@ class StagedPages:
         self._tried = self._probed = -math.inf
         self._closed = False
         self._cleared = 0
-        """How many times the pages were removed. A call that began before the last time moves no more pages."""
+        """Number of calls of ``clear``. A call that began before the last ``clear`` moves no more pages."""
         self._cache: HostCache | None = None
         self._row_nbytes = row_nbytes = padded(page_nbytes)
         self._loading, self._storing = _Rows([]), _Rows([])
@@ -159,7 +159,7 @@ class StagedPages:
         return 0 if self._chunks is None else self._chunks.figures()["chunks"]
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which pages are in host memory of ours, on disk or being written. Does not wait for the disk."""
+        """Return which pages are in our own host memory, on disk or being written. Does not wait for the disk."""
         with self._changed:
             works, chunks = self._works(keys), self._chunks
             if self._is_followed:
@@ -171,7 +171,7 @@ class StagedPages:
     def get(self, keys: Sequence[bytes], copy: Copy, deadline: float) -> list[bool]:
         """Read pages, and call ``copy`` for the pages that arrived, on the calling thread.
 
-        Pages in host memory of ours come first. The disk reads the next pages while ``copy`` runs. Does not wait after
+        Pages in our own host memory come first. The disk reads the next pages while ``copy`` runs. Does not wait after
         ``deadline`` (time.monotonic()).
         """
         with self._changed:
@@ -234,7 +234,7 @@ class StagedPages:
         return found
 
     def _get_kept(self, keys: Sequence[bytes], copy: Copy, began: int, call: int) -> list[bool]:
-        """Call ``copy`` for the pages in host memory of ours. Their rows are pinned until they were copied."""
+        """Call ``copy`` for the pages in our own host memory. Their rows are pinned until they were copied."""
         found = [False] * len(keys)
         with self._changed:
             cache, memory = self._cache, self._memory
@@ -260,7 +260,7 @@ class StagedPages:
         """Call ``copy`` for the pages that are not on disk yet, and queue writes of the rows.
 
         Waits for staging buffers until ``deadline`` (time.monotonic()). If the disk refuses writes or there is none,
-        pages are kept in host memory of ours only. Returns which pages are there, on disk or being written.
+        pages are kept in our own host memory only. Returns which pages are there, on disk or being written.
         """
         with self._changed:
             memory, began, writes = self._memory, self._cleared, self._takes_writes()
@@ -390,7 +390,7 @@ class StagedPages:
     # -- with the lock held --------------------------------------------------------------------------------
 
     def _works(self, keys: Sequence[bytes]) -> bool:
-        """Return whether reads are worth trying, and look after a disk that does not read.
+        """Return whether reads are worth trying, and probe a disk that does not read.
 
         While the disk hangs or fails reads, all pages count as missing, and one page at a time is read to find out
         whether the disk has recovered. If the writer had not created the directory yet, opening it is tried again.
@@ -427,10 +427,10 @@ class StagedPages:
         return tier is not None and not (tier.read_only or tier.state == "read_only")
 
     def _store(self, call: _Put, keys: Sequence[bytes], rows: list[int]) -> None:
-        """Keep pages in host memory of ours, and queue writes of their rows if the disk accepts them.
+        """Keep pages in our own host memory, and queue writes of their rows if the disk accepts them.
 
-        A page is pinned until its write has ended, so it is not evicted before. Frees the rows that the cache gives
-        for these, and later, in ``_settle``, those that it did not take.
+        A page is pinned until its write has ended, so it is not evicted before. Frees the rows that the cache returns
+        in exchange. A row that the cache did not take is freed when its write has ended.
         """
         chunks, cache = self._chunks, self._cache
         writes = chunks is not None and self._takes_writes()
@@ -451,7 +451,7 @@ class StagedPages:
         self._collect()
 
     def _keep_read(self, job: int, keys: Sequence[bytes], arrived: frozenset[bytes], call: int) -> None:
-        """Keep the pages of a load that has ended in host memory of ours."""
+        """Keep the pages of a load that has ended in our own host memory."""
         if self._cache is not None and not self._closed:
             rows = self._loading.busy[job]
             self._loading.busy[job] = [

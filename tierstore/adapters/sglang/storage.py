@@ -61,8 +61,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
     """TierStore as a storage backend of SGLang's HiCache. Thread-safe, as SGLang calls it on several threads.
 
     Each pool of SGLang (KV, recurrent states, windows, indexer, draft) has its own directory for each rank. Only one
-    process at a time can use a directory. No call takes longer than ``nvme.timeout``. A disk that hangs or is full
-    causes misses.
+    process at a time can use a directory. No call takes longer than ``nvme.timeout``, or 10 s without a disk. A disk
+    that hangs or is full causes misses.
 
     The settings are keys of ``--hicache-storage-backend-extra-config``:
 
@@ -70,8 +70,8 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
       are used, and at least one is required. ``capacity`` is divided among all ranks and pools of an engine, in
       proportion to the sizes of SGLang's host pools.
     - ``model``: A name for the weights. It must change whenever the same tokens would produce different KV. By
-      default, weights are identified by SGLang's model path and revision and, if the path is a local directory, by
-      samples of its files.
+      default, weights are identified by SGLang's model path, revision and arguments, by samples of the weight files
+      and by the configuration files, in the directory or in the local cache of the Hugging Face hub.
     - ``staging``: The size of the staging buffers of each pool, "512MiB" by default. Memory is committed as it is used.
 
     Args:
@@ -296,7 +296,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all queued writes have ended. Return False on a timeout. None: wait for ``nvme.timeout``."""
+        """Wait until all queued writes have ended. Return False on a timeout. None: wait up to ``nvme.timeout``."""
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         return all(pool.flush(deadline) for pool in self._opened().values())
 
@@ -559,7 +559,7 @@ class _Pool(StagedPages):
 
 
 _LEAST_RELEASED = 64 << 10
-"""Size in bytes from which a copy releases the GIL. To get it back takes longer than to copy a smaller piece."""
+"""Size in bytes from which a copy releases the GIL. Getting it back can take longer than copying a smaller piece."""
 
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 _memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

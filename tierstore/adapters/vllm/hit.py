@@ -204,7 +204,7 @@ def pages_to_load(
 ) -> tuple[Sequence[int], Sequence[PageKey], Sequence[int]]:
     """Return the first tokens, the keys and the blocks of the pages to load for tokens ``start`` to ``end``.
 
-    There are none if a hit ends where a local chunk ends.
+    The result is empty if the hit ends where a local chunk ends.
 
     ``tables`` are the request's block tables, by group number. The result includes all blocks in this range that the
     request has, because vLLM then counts all their tokens as computed. Pages are sorted by their last token, because

@@ -3,7 +3,7 @@
 ``StreamedDecode`` and ``StreamedPrefill`` are planned and run like ``PagedDecode`` and ``PagedPrefill``. Each page
 is in one of two pools: HBM or host memory. Pages in HBM are read in place. Pages in host memory are read in the slabs
 of a ``PageStream`` as they arrive, chunk by chunk. Each page is streamed once per layer, no matter how many sequences
-contain it. The partial results are merged in float32 by means of their log-sum-exps, so the result is exact.
+contain it. The partial results are merged in float32 by means of their log-sum-exps. Nothing is approximated.
 
 ``divide`` splits a step into passes. In a pass, queries of several sequences that all see the same pages are packed
 as if they belonged to one sequence, so that each page is also read only once from HBM.
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     queries: NDArray[np.int64] | None
 
     def equal(self, other: Pass) -> bool:
-        """Return whether both passes compute the same."""
+        """Return whether both passes compute the same thing."""
         mine, its = self.table, other.table
         pairs = (
             (mine.qo_indptr, its.qo_indptr),
@@ -111,7 +111,7 @@ class _Span(NamedTuple):
     Attributes:
         readers: Indices of the sequences.
         slots: Slots of the pages.
-        kv_len: Number of tokens of the sequence, counted from the first page. The queries belong to the last tokens.
+        kv_len: Number of tokens from the first token of these pages to the token of the last query.
         end: Number of tokens in the pages.
     """
 
@@ -163,7 +163,7 @@ def _entries(table: Paging, at: NDArray[np.intp]) -> _Entries:
 def _once(entries: _Entries, batch: int) -> _Entries:
     """If a sequence contains a slot several times, make all of its entries but the first not whole.
 
-    Each entry counts, but a set of whole pages would contain the slot only once.
+    Attention must count each entry, but a set of whole pages contains a slot only once.
     """
     _, first = np.unique(entries.slot * batch + entries.sequence, return_index=True)
     if len(first) == len(entries.slot):
@@ -340,7 +340,7 @@ class _Sums:
 
 
 class _Stream(NamedTuple):
-    """What determines the streamed passes of a plan, and the passes.
+    """The streamed passes of a plan, and everything that determines them.
 
     ``positions`` and ``slots`` are those of all pages in host memory. ``entries`` are the pages that a query sees.
     """
@@ -424,7 +424,7 @@ class _Streamed:
         return self._streamed is not None and self._stream.chunks is self._streamed.chunks
 
     def _again(self, table: Paging, positions: NDArray[np.intp]) -> _Stream:
-        """Return the streamed passes. Those of the last plan are used again if nothing they depend on has changed."""
+        """Return the streamed passes. Those of the last plan are reused if nothing that they depend on has changed."""
         old, slots = self._streamed, table.indices[positions]
         if old is not None and old.stays(table, positions, slots):
             return old
@@ -472,7 +472,7 @@ class _Streamed:
         Args:
             q: Queries, as in ``PagedDecode.run`` or ``PagedPrefill.run``.
             paged_kv_cache: The layer's pages in HBM, ``[num_slots, planes, page_size, num_kv_heads, head_dim]``.
-            layer: The layer of the host pages to stream. Fastest in the order of the planned ``layers``.
+            layer: The layer of the host pages to stream. Calls in the order of the planned ``layers`` are fastest.
             out: See ``PagedDecode.run``.
             lse: See ``PagedDecode.run``.
             return_lse: Whether to return ``lse`` too.
@@ -482,7 +482,7 @@ class _Streamed:
 
         Raises:
             ValueError: A tensor does not have the planned shape or dtype, the layer was not planned, ``plan`` was not
-                called, or the stream was released since.
+                called, or the stream has been released since.
             RuntimeError: A copy failed.
         """
         table = self.planned
@@ -525,7 +525,7 @@ class StreamedDecode(_Streamed):
             stream: The stream of host pages. Objects that are run in turn may share it, but copies that are queued
                 ahead for one of them are discarded when another one is planned.
             backend: "auto" chooses "reference" on a CPU. On a GPU, it chooses "triton", or "gathered" for passes with
-                so many queries that measurements found it faster. "gathered" cannot be asked for.
+                so many queries that it was faster in measurements. "gathered" itself is not accepted.
             kernels: The module with the kernels. None for the package's own, which need a GPU.
 
         Raises:
