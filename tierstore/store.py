@@ -692,7 +692,7 @@ class TierStore:
             keep_in: HBM, or HOST to pin pages where they are in host memory, for attention that streams them
                 from there (``tierstore.gpu.attention.streamed``). The lease then covers the longest prefix
                 that is readable in HOST now, its ``slots`` are slots of ``host_memory``, nothing is loaded, and
-                no hits or misses are counted. ``demote(exactly=True)`` moves pages from HBM to HOST.
+                no hits or misses are counted. ``demote(even_if_saved=True)`` moves pages from HBM to HOST.
 
         Returns:
             A lease on the prefix. Call its ``wait`` before reading, and ``release`` afterwards.
@@ -843,7 +843,7 @@ class TierStore:
             self._pump.submit()
         return found
 
-    def demote(self, keys: Sequence[PageKey], tier: Tier, *, exactly: bool = False) -> int:
+    def demote(self, keys: Sequence[PageKey], tier: Tier, *, even_if_saved: bool = False) -> int:
         """Move pages down to ``tier`` in the background.
 
         Once a page has arrived, its copies in higher tiers are dropped as soon as they are unpinned. Keys
@@ -853,7 +853,7 @@ class TierStore:
         Args:
             keys: The pages.
             tier: The destination.
-            exactly: Whether pages must get a copy in ``tier`` itself. If not, a page that is already in
+            even_if_saved: Whether pages must get a copy in ``tier`` itself. If not, a page that is already in
                 a lower tier is only dropped from the tiers above. A page that is being copied to a lower tier at
                 the moment may have no copy in ``tier`` afterwards; call again in this case.
 
@@ -862,17 +862,17 @@ class TierStore:
 
         Raises:
             ValueError: The tier is not below HBM, or is not configured.
-            TypeError: ``exactly`` is not True or False.
+            TypeError: ``even_if_saved`` is not True or False.
         """
         self._pump.advance()
         require_key_list(keys)
-        require_flag("exactly", exactly)
+        require_flag("even_if_saved", even_if_saved)
         below = [t for t in self._directory.residency.tables if t > Tier.HBM]
         require_member("demote to", tier, below, *([] if below else ["this store has no tier below HBM"]))
         accepted = 0
         for chunk in _chunks(keys):
             with self._lock, self._guard:
-                accepted += self._directory.demote(chunk, tier, exactly=exactly)
+                accepted += self._directory.demote(chunk, tier, even_if_saved=even_if_saved)
                 self._pump.step()
         return accepted
 

@@ -96,7 +96,7 @@ def test_page_that_the_disk_has_gets_a_copy_in_host_only_if_exactly_that_is_aske
     store.evict(keys, Tier.HOST)
     assert {tuple(where(store, key)) for key in keys} == {(Tier.HBM, Tier.NVME)}
     with store.acquire(keys) as lease:
-        store.demote(keys, Tier.HOST, exactly=True)
+        store.demote(keys, Tier.HOST, even_if_saved=True)
         assert store.drain(PATIENCE_S)
         assert {tuple(where(store, key)) for key in keys} == {(Tier.HBM, Tier.HOST, Tier.NVME)}
         assert lease.num_pages == 2
@@ -108,8 +108,8 @@ def test_page_that_the_disk_has_gets_a_copy_in_host_only_if_exactly_that_is_aske
     store.demote(keys, Tier.HOST)
     assert store.drain(PATIENCE_S)
     assert {tuple(where(store, key)) for key in keys} == {(Tier.NVME,)}
-    with pytest.raises(TypeError, match="exactly"):
-        store.demote(keys, Tier.HOST, exactly=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="even_if_saved"):
+        store.demote(keys, Tier.HOST, even_if_saved=1)  # type: ignore[arg-type]
 
 
 def test_host_slots_are_reused_only_after_the_event_of_the_release(store: TierStore) -> None:
@@ -170,11 +170,11 @@ class HostLeaseMachine(StoreMachine):
         """The open leases on host memory, each with the bytes of its slots when it was acquired."""
 
     @precondition(lambda self: Tier.HOST in self.running.directory.residency.tables)
-    @rule(keys=prefixes, down=st.booleans(), exactly=st.booleans())
-    def keep_in_host(self, keys: list[PageKey], down: bool, exactly: bool) -> None:
+    @rule(keys=prefixes, down=st.booleans(), even_if_saved=st.booleans())
+    def keep_in_host(self, keys: list[PageKey], down: bool, even_if_saved: bool) -> None:
         if down:
             self.write(keys)
-            self.running.store.demote(keys, Tier.HOST, exactly=exactly)
+            self.running.store.demote(keys, Tier.HOST, even_if_saved=even_if_saved)
             self.running.open_gates()
         store = self.running.store
         lease = store.acquire(keys, keep_in=Tier.HOST)

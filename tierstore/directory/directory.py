@@ -170,10 +170,10 @@ class Directory:
         self._finish(now)
         return found
 
-    def demote(self, keys: Sequence[PageKey], target: Tier, *, exactly: bool = False) -> int:
+    def demote(self, keys: Sequence[PageKey], target: Tier, *, even_if_saved: bool = False) -> int:
         """Start moving readable pages down to ``target``. Their upper copies are dropped afterwards.
 
-        With ``exactly``, pages that a lower tier has already get a copy in ``target``, too.
+        With ``even_if_saved``, pages that a lower tier has already get a copy in ``target``, too.
 
         Returns:
             The number of pages that are readable in some tier and will therefore be moved.
@@ -182,7 +182,7 @@ class Directory:
         if target in self.hierarchy.records:
             self.admission.insist(accepted)
             self._lift(len(accepted))
-        self.writeback.sinks.add(accepted, target, Ticket(), keep=False, exactly=exactly)
+        self.writeback.sinks.add(accepted, target, Ticket(), keep=False, even_if_saved=even_if_saved)
         return len(accepted)
 
     def begin_flush(self) -> tuple[list[PageKey], Ticket]:

@@ -54,7 +54,7 @@ class Sink:
     target: Tier
     keep: bool
     tickets: list[Ticket] = field(default_factory=list)
-    exactly: bool = False
+    even_if_saved: bool = False
     """Whether the page must get a copy in ``target`` itself, even if a lower tier has one."""
 
 
@@ -94,11 +94,17 @@ class Sinks:
         self._leaving: set[tuple[Tier, PageKey]] = set()
 
     def add(
-        self, keys: Iterable[PageKey], target: Tier, ticket: Ticket, *, keep: bool, exactly: bool = False
+        self,
+        keys: Iterable[PageKey],
+        target: Tier,
+        ticket: Ticket,
+        *,
+        keep: bool,
+        even_if_saved: bool = False,
     ) -> None:
         """Request that pages be copied down to ``target``. ``ticket`` counts these pages and their results.
 
-        With ``exactly``, the pages also get a copy in ``target`` if a lower tier has one already, unless they are
+        With ``even_if_saved``, the pages also get a copy in ``target`` if a lower tier has one already, unless they are
         being copied to a lower tier at the moment.
         """
         for key in keys:
@@ -109,7 +115,7 @@ class Sinks:
             elif target > sink.target or not keep:
                 sink.target, sink.keep = max(target, sink.target), keep and sink.keep
                 self._queue.append(key)
-            sink.exactly |= exactly and sink.target == target
+            sink.even_if_saved |= even_if_saved and sink.target == target
             sink.tickets.append(ticket)
             ticket.open += 1
 
@@ -190,7 +196,7 @@ class Sinks:
             return _Step.MOVING if self._arriving_below(key) else _Step.FAILED
         src = holders[-1]
         target = min(sink.target, self._residency.memory_only.lowest_for(key))
-        if sink.exactly and target < src and not self._tables[target].ready(key):
+        if sink.even_if_saved and target < src and not self._tables[target].ready(key):
             above = [tier for tier in holders if tier < target]
             if not above:
                 return _Step.FAILED

@@ -146,7 +146,7 @@ class HostPages:
             for polls in count():
                 lease.release()
                 if polls % _ASK_AGAIN == 0 and not full:
-                    self._store.demote(keys, Tier.HOST, exactly=True)
+                    self._store.demote(keys, Tier.HOST, even_if_saved=True)
                 self._store.poll()
                 lease = self._store.acquire(keys, exact=True, keep_in=Tier.HOST)
                 if full or not lease.missing or monotonic() >= until:

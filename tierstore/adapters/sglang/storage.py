@@ -108,7 +108,7 @@ class TierStoreStorage(HiCacheStorage):  # type: ignore[misc]
             ) from error
         if "config" not in settings:
             raise ConfigError(
-                "hicache-storage-backend-extra-config: config is missing; name a YAML file with an nvme section"
+                "hicache-storage-backend-extra-config: config is missing; name a YAML file with a section nvme or host"
             )
         self._host, self._nvme = host_and_nvme(settings["config"], "SGLang's host memory")
         self._timeout_s = _TIMEOUT_S if self._nvme is None else self._nvme.timeout
