@@ -9,7 +9,6 @@ calls and Triton launches; these are counted instead.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from threading import get_ident
@@ -34,7 +33,7 @@ from tierstore.gpu.events import NOT_YET, Arriving
 from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.quant.coder import Coder
 from tierstore.gpu.quant.encoded_routes import CUTS, DOWN_NBYTES, UP_NBYTES, parts_of, slab_nbytes
-from tierstore.gpu.slabs import Ring, SlabRoute
+from tierstore.gpu.slabs import CpuCard, Ring, SlabRoute
 from tierstore.metrics import Metrics
 from tierstore.mover import LocalMover
 from tierstore.page import PageLayout, PageSpec
@@ -44,7 +43,6 @@ from tierstore.types import LeaseState, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -128,28 +126,12 @@ class PaperKernel:
         self.launches += 1
 
 
-class PaperCard:
+class PaperCard(CpuCard):
     """A simulated GPU with the operations that slabs use. See ``slabs.Card``."""
 
     def event(self) -> PaperEvent:
         """Return a new event."""
         return PaperEvent()
-
-    def zeros(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` zero bytes in CPU memory."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """Return the slot numbers as a tensor in CPU memory."""
-        return torch.from_numpy(slots)
-
-    def flags(self, pages: int) -> torch.Tensor:
-        """Return one int32 zero per page, in CPU memory."""
-        return torch.zeros(pages, dtype=torch.int32)
-
-    def using(self, stream: PaperStream) -> AbstractContextManager[object]:
-        """Return a context manager that does nothing."""
-        return nullcontext()
 
 
 class PaperHost:

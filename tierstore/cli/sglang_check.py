@@ -59,7 +59,7 @@ def sglang_check(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file with the sections nvme or host, to check it too."),
+        typer.Option(help="YAML file of the backend's configuration, which is checked too."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -445,10 +445,10 @@ class Leases:
         self._sinks.unpinned(reversed(keys), tier)
 
     def _unpin_from(self, lease: LeaseRecord, start: int) -> None:
-        if self._hbm is not None:
+        if lease.tier in self._residency.tables:
             keys = lease.keys[start : len(lease.slots)]
-            self._residency.unpin(keys, Tier.HBM, lease.slots[start:])
-            self._sinks.unpinned(reversed(keys), Tier.HBM)
+            self._residency.unpin(keys, lease.tier, lease.slots[start:])
+            self._sinks.unpinned(reversed(keys), lease.tier)
         del lease.slots[start:]
 
     def _count(self, lease: LeaseRecord) -> None:

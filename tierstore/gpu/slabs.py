@@ -16,7 +16,7 @@ All calls queue copies and return without waiting for them.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +62,26 @@ class Card(Protocol):
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Return a context in which kernels and ``uploaded`` copies are queued on ``stream``."""
         ...
+
+
+class CpuCard:
+    """The operations of ``Card`` in ordinary memory, without ``event``, which depends on the kind of stream."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """See ``Card``."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        """See ``Card``. Nothing is copied."""
+        return torch.from_numpy(slots)
+
+    def flags(self, pages: int) -> torch.Tensor:
+        """See ``Card``."""
+        return torch.zeros(pages, dtype=torch.int32)
+
+    def using(self, stream: object) -> AbstractContextManager[object]:
+        """See ``Card``. The context does nothing."""
+        return nullcontext()
 
 
 class TorchCard:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event as Flag
@@ -38,7 +38,7 @@ from tierstore.gpu.layer_groups import LayerGroups
 from tierstore.gpu.pool import torch_dtype
 from tierstore.gpu.quant.coder import FETCH_GRID, Coder, can_fetch
 from tierstore.gpu.quant.encoded_routes import fetch_table, parts_of
-from tierstore.gpu.slabs import Ring
+from tierstore.gpu.slabs import CpuCard, Ring
 from tierstore.page import DTYPE_NBYTES
 from tierstore.threads import Worker
 
@@ -149,28 +149,12 @@ def _run(work: SimpleQueue[Callable[[], None] | None], stream: weakref.ref[Threa
                 alive.failure = error
 
 
-class ThreadCard:
+class ThreadCard(CpuCard):
     """The ``Card`` of a ring in ordinary memory."""
 
     def event(self) -> ThreadEvent:
         """See ``Card``."""
         return ThreadEvent()
-
-    def zeros(self, nbytes: int) -> torch.Tensor:
-        """See ``Card``."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def uploaded(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """See ``Card``."""
-        return torch.from_numpy(slots)
-
-    def flags(self, pages: int) -> torch.Tensor:
-        """See ``Card``."""
-        return torch.zeros(pages, dtype=torch.int32)
-
-    def using(self, stream: object) -> AbstractContextManager[object]:
-        """See ``Card``."""
-        return nullcontext()
 
 
 class Filler(Protocol):
